@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 from contextlib import ExitStack
+from datetime import datetime, timedelta
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -119,6 +120,27 @@ def small_disk(tmp_path):
             return folder
 
         yield mount
+
+
+@pytest.fixture
+def visits(tmp_path):
+    """Writes so many visits as a user's table, and gives it and the options that name its columns.
+
+    Users meet items of their own kind, every ten minutes; ids are texts, times dates.
+    """
+
+    def write(count: int = 240) -> tuple[Path, list[str]]:
+        start = datetime(2024, 5, 1, 9)
+        rows = [
+            f"u{n % 9},{'apple' if n % 3 else 'bread'}{n % 4},"
+            f"{(start + timedelta(minutes=10 * n)).isoformat()},{n % 5},x"
+            for n in range(count)
+        ]
+        path = tmp_path / "visits.csv"
+        path.write_text("\n".join(["user,item,when,amount,note", *rows]))
+        return path, ["--src", "user", "--dst", "item", "--t", "when"]
+
+    return write
 
 
 if find_spec("hypothesis"):

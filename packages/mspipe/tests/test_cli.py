@@ -54,7 +54,7 @@ def test_plan_and_simulate(tmp_path, capsys):
     told = capsys.readouterr().out
     assert "ideal 8, least staleness for it 2" in told
     assert "k = 1: 12 (exact, prefetched)" in told
-    path = tmp_path / "trace.json"
+    path = tmp_path / "deep" / "trace.json"
     given = ["simulate", "--stages", "2,3,2,8,2", "--iterations", "50", "--trace", str(path)]
     assert main(given) == 0
     assert "period 8, training waits 0.0 %" in capsys.readouterr().out
@@ -296,26 +296,15 @@ def test_torchrun_trains_as_one_process(capsys):
 UNSEEN = "rows without a score, as the run has not seen their ids"
 
 
-def write_visits(path, count=240):
-    """Users meet items of their own kind, every ten minutes; ids are texts, times dates."""
-    start = np.datetime64("2024-05-01T09:00:00")
-    rows = [
-        f"u{n % 9},{'apple' if n % 3 else 'bread'}{n % 4},{start + np.timedelta64(10 * n, 'm')},{n % 5},x"
-        for n in range(count)
-    ]
-    path.write_text("\n".join(["user,item,when,amount,note", *rows]))
-    return ["--src", "user", "--dst", "item", "--t", "when"]
-
-
 def write_new(path, rows):
     path.write_text("\n".join(["item,user,when", *(",".join(row) for row in rows)]))
 
 
 @pytest.mark.parametrize("model", ["tgn", "apan"])
-def test_predict_scores_rows_as_the_model_called_directly(model, tmp_path, capsys):
+def test_predict_scores_rows_as_the_model_called_directly(model, tmp_path, capsys, visits):
     pandas = pytest.importorskip("pandas", reason="tables are read by pandas")
-    data, run, new = tmp_path / "visits.csv", tmp_path / "run", tmp_path / "new.csv"
-    names = write_visits(data)
+    run, new = tmp_path / "run", tmp_path / "new.csv"
+    data, names = visits()
     sizes = ["--dim", "8", "--fanout", "3", "--batch-size", "40", "--epochs", "1", "--model", model]
     assert main(["train", str(data), *names, *sizes, "--checkpoint", str(run)]) == 0
     assert f"mspipe predict NEW --run {run}" in capsys.readouterr().err
@@ -327,7 +316,9 @@ def test_predict_scores_rows_as_the_model_called_directly(model, tmp_path, capsy
     write_new(new, rows)
     out = tmp_path / "scores.csv"
     assert main(["predict", str(new), "--run", str(run), "--out", str(out)]) == 0
-    assert capsys.readouterr().out == f"scores of 2 rows: {out}\n{UNSEEN}: 1\n"
+    told = capsys.readouterr()
+    assert told.out == f"scores of 2 rows: {out}\n{UNSEEN}: 1\n"
+    assert "resumed" not in told.err
     found = pandas.read_csv(out)
     assert found[["item", "user", "when"]].to_numpy().tolist() == [[*row] for row in rows]
 
@@ -358,30 +349,24 @@ def test_predict_scores_rows_as_the_model_called_directly(model, tmp_path, capsy
     assert found["score"].isna().tolist() == [False, True, False]
 
 
-def test_predict_says_what_is_wrong_with_the_run_or_the_rows(tmp_path, capsys):
+def test_predict_wants_a_run_that_has_ended_and_rows_after_it(tmp_path, capsys, visits):
     pytest.importorskip("pandas", reason="tables are read by pandas")
-    data, run, new = tmp_path / "visits.csv", tmp_path / "run", tmp_path / "new.csv"
-    names = write_visits(data, 120)
-    trained = [
-        *("train", str(data), *names, "--model", "jodie", "--dim", "8", "--epochs", "1"),
-        *("--checkpoint", str(run)),
-    ]
-    predict = ["predict", str(new), "--run", str(run), "--out", str(tmp_path / "scores.csv")]
+    run, new = tmp_path / "run", tmp_path / "new.csv"
+    data, names = visits(120)
+    sizes = ["--model", "jodie", "--dim", "8", "--epochs", "1"]
+    assert main(["train", str(data), *names, *sizes, "--checkpoint", str(run)]) == 0
     write_new(new, [("apple1", "u1", "2024-05-01T09:30:00")])
 
     def told():
-        assert main(predict) == 1
-        assert not (tmp_path / "scores.csv").exists()
+        capsys.readouterr()
+        out = tmp_path / "scores.csv"
+        assert main(["predict", str(new), "--run", str(run), "--out", str(out)]) == 1
+        assert not out.exists()
         return capsys.readouterr().err
 
-    assert "run.json: expected the folder of a run that has ended, there is no such" in told()
-    assert main(trained) == 0
-    capsys.readouterr()
     assert "new.csv: expected times from 1714625400 on, when the run's data ends" in told()
     write_new(new, [("apple1", "u1", "2024-05-09")])
-    options = json.loads((run / "run.json").read_text())
-    more = options | {"options": options["options"] | {"epochs": 2}}
-    (run / "run.json").write_text(json.dumps(more))
+    about = json.loads((run / "run.json").read_text())
+    about["options"]["epochs"] = 2
+    (run / "run.json").write_text(json.dumps(about))
     assert "expected a run that has ended, it has done 1 of 2 passes; resume it" in told()
-    (run / "run.json").write_text(json.dumps(options))
-    assert main(predict) == 0

@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 
+from mspipe.data.events import Events
 from mspipe.memory.node_memory import NodeMemory
 from mspipe.memory.server import MemoryServer
 from mspipe.pipeline.stages import Stages
@@ -129,6 +130,9 @@ def test_a_checkpoint_that_is_damaged_or_of_another_run_is_refused(toy, tmp_path
             list(made(toy, events, tmp_path, **other)[1])
     with pytest.raises(DataError, match="events 480, this run has 400"):
         list(made(toy, events[:500], tmp_path)[1])
+    other = Events(events.src, events.dst, events.t, events.features + 1)
+    with pytest.raises(DataError, match="was written with digest '"):
+        list(made(toy, other, tmp_path)[1])
     path = tmp_path / "training.pt"
     path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(DataError, match="damaged"):

@@ -109,6 +109,14 @@ def test_an_edge_list_of_names_and_dates(tmp_path, caplog):
     assert "callsign" in caplog.text
 
 
+def test_codes_that_look_like_gaps_or_numbers_are_ids(tmp_path):
+    rows = "NA,007,1,NA\nDE,7,2,x\n"
+    (tmp_path / "trade_edgelist.csv").write_text(f"source,target,day,note\n{rows}")
+    (tmp_path / "trade.csv").write_text(f"src,dst,t,note\n{rows}")
+    for path in (tmp_path, tmp_path / "trade.csv"):
+        assert read_events(path).nodes.ids.tolist() == ["NA", "007", "DE", "7"]
+
+
 def test_an_edge_list_of_numbers_keeps_its_ids(tmp_path):
     (tmp_path / "x_edgelist.csv").write_text("day,u,v,weight\n7,10,20,1\n8,20,30,2\n")
     events = read_events(tmp_path)

@@ -50,12 +50,6 @@ def test_ids_are_found_on_their_side():
     assert two.find(pandas.Series(["5", "6", "9"]), "dst").tolist() == [3, -1, 2]
 
 
-def test_ids_tell_whether_a_reader_takes_them_for_numbers():
-    assert number([5, 60], [9, 5])[2].are_numbers
-    assert not number(["5", "x"], [9, 5])[2].are_numbers
-    assert not number(["007", "1"], [9, 5])[2].are_numbers
-
-
 @pytest.mark.parametrize(
     "text", ["", "node,name\n0,a\n", "node,id\n0,a\n2,b\n", "node,id\n0\n", "node,id\n0,a\n1\n"]
 )

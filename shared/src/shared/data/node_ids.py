@@ -69,11 +69,6 @@ class NodeIds:
     def __len__(self) -> int:
         return len(self.ids)
 
-    @property
-    def are_numbers(self) -> bool:
-        """Whether every id is a whole number as Python writes it, without zeros before it."""
-        return all(name.isdecimal() and str(int(name)) == name for name in self.ids)
-
     def find(self, ids: Series, side: Side) -> np.ndarray:
         """Nodes by their ids.
 

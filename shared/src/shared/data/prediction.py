@@ -6,16 +6,26 @@ reads the events again and makes the model. Nothing heavy is imported before tha
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Generic,
+    NamedTuple,
+    Protocol,
+    TypeVar,
+    runtime_checkable,
+)
 
 import tyro
 
 from shared.cli import JsonOption
-from shared.data.cli import EventOptions
+from shared.data.cli import EventOptions, TimeUnit, check_times
 from shared.errors import DataError
 from shared.files import write_atomically
 
@@ -26,8 +36,9 @@ if TYPE_CHECKING:
 
     from shared.data.events import Events
     from shared.data.node_ids import NodeIds, Side
+    from shared.data.tables import Columns
 
-__all__ = ["Past", "PredictOptions", "Queries", "load_run", "save_run"]
+__all__ = ["Past", "PredictOptions", "Queries", "Run", "save_run"]
 
 _FORMAT = "meshyard run 1"
 _Command = TypeVar("_Command", bound=EventOptions)
@@ -57,6 +68,10 @@ class Past(Protocol):
         """The user's own ids of the nodes; None where they are the numbers themselves."""
         ...
 
+    def digest(self) -> str:
+        """A hash of all columns, in hexadecimal."""
+        ...
+
 
 def save_run(folder: Path, name: str, command: EventOptions, data: str, past: Past) -> None:
     """Writes `run.json`, by which the run is made again, and `nodes.csv`, if nodes have ids.
@@ -77,12 +92,27 @@ def save_run(folder: Path, name: str, command: EventOptions, data: str, past: Pa
     folder.mkdir(parents=True, exist_ok=True)
     if past.nodes is not None:
         past.nodes.save(folder / "nodes.csv")
-    about = {"format": _FORMAT, "command": name, "options": options}
+    about = {"format": _FORMAT, "command": name, "options": options, "events": _digest(past)}
     write_atomically(folder / "run.json", json.dumps(about, default=_encode, indent=1))
 
 
-def load_run(folder: Path, commands: Mapping[str, type[_Command]]) -> _Command:
-    """The command whose run is in a folder, with its options.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run(Generic[_Command]):
+    """A run that has ended.
+
+    Attributes:
+        command: its command, with its options.
+        data: what the command read its events from.
+        events: hash of these events.
+    """
+
+    command: _Command
+    data: str
+    events: str
+
+
+def _load_run(folder: Path, commands: Mapping[str, type[_Command]]) -> Run[_Command]:
+    """The run that is in a folder.
 
     Args:
         folder: as for `save_run`.
@@ -94,7 +124,7 @@ def load_run(folder: Path, commands: Mapping[str, type[_Command]]) -> _Command:
     path = folder / "run.json"
     try:
         about = json.loads(path.read_text())
-        name, options = about["command"], about["options"]
+        name, options, events = about["command"], about["options"], about["events"]
         is_known = about["format"] == _FORMAT and name in commands
     except FileNotFoundError as error:
         raise DataError(
@@ -108,7 +138,8 @@ def load_run(folder: Path, commands: Mapping[str, type[_Command]]) -> _Command:
             f"{path}: expected a run of {', '.join(commands)} of this version, got one of {name!r} in "
             f"the format {about['format']!r}; train again"
         )
-    return commands[name](**{key: _decode(one) for key, one in options.items()})
+    command = commands[name](**{key: _decode(one) for key, one in options.items()})
+    return Run(command=command, data=options["data"], events=events)
 
 
 class Queries(NamedTuple):
@@ -141,53 +172,58 @@ class PredictOptions(JsonOption):
     """Column of destinations. The run's own by default."""
     t: str | None = None
     """Column of the times as of which rows are scored. The run's own by default."""
+    time_unit: TimeUnit | None = None
+    """Unit of times that are numbers. The run's own by default."""
 
-    def read_queries(self, command: EventOptions, past: Past) -> Queries:
-        """Reads the rows to score.
-
-        Args:
-            command: the run's command.
-            past: the run's events.
+    def open_run(self, commands: Mapping[str, type[_Command]]) -> Run[_Command]:
+        """Loads the run, and checks that its scores can be written.
 
         Raises:
-            DataError: the output cannot be a table, the input is none, has no row, or none whose
-                ends the run knows.
+            DataError: there is no run that has ended, or it is another package's; or the output is no
+                table, cannot be written for want of a library, or is what is read.
         """
-        import numpy as np
+        from shared.data.frames import check_output
 
-        from shared.data.events import Events
-        from shared.data.frames import check_suffix, read_frame
-        from shared.data.tables import read_times
+        run = _load_run(self.run, commands)
+        inputs = [self.data, run.data, run.command.edge_features, self.run / "nodes.csv"]
+        check_output(self.out, [path for path in inputs if path is not None])
+        return run
 
-        check_suffix(self.out)
+    def read_queries(self, run: Run[Any], past: Past) -> Queries:
+        """Reads the rows to score; says on stderr which dates they have.
+
+        Args:
+            run: what `open_run` gave.
+            past: the events that its command reads.
+
+        Raises:
+            DataError: these are not the events that the run learnt from; or the input is no table,
+                has no row, none whose ends the run knows, or times that are no seconds.
+        """
+        from shared.data.frames import read_frame
+
+        if _digest(past) != run.events:
+            raise DataError(
+                f"{self.run}: expected the events that the run learnt from, {run.data} has changed "
+                "since; give it back as it was, or train again"
+            )
         columns = replace(
-            command.columns,
-            src=self.src or command.src,
-            dst=self.dst or command.dst,
-            t=self.t or command.t,
+            run.command.columns,
+            src=self.src or run.command.src,
+            dst=self.dst or run.command.dst,
+            t=self.t or run.command.t,
             features=(),
         )
-        nodes = past.nodes
-        texts = (columns.src, columns.dst) if nodes is not None and not nodes.are_numbers else ()
-        table = read_frame(self.data, texts=texts)
+        table = read_frame(self.data, ids=(columns.src, columns.dst))
         try:
             columns.check(table)
-            src = _find_nodes(past, table[columns.src], "src")
-            dst = _find_nodes(past, table[columns.dst], "dst")
-            t = read_times(table, columns)
+            # Dates have no unit, whatever the run's own times had.
+            is_number = table[columns.t].dtype.kind in "iuf"
+            unit = self.time_unit or (columns.time_unit if is_number else None)
+            events = _find_events(table, replace(columns, time_unit=unit), past)
+            check_times(events, Path(self.data).name, unit)
         except DataError as error:
             raise DataError(f"{self.data}: {error}") from error
-        rows = np.flatnonzero((src >= 0) & (dst >= 0))
-        if not len(rows):
-            wrong = f"got {len(table)} rows whose {columns.src} or {columns.dst} it has not seen"
-            raise DataError(
-                f"{self.data}: expected ids of the data that the run learnt from, "
-                f"{wrong if len(table) else 'got a table without rows'}; check the columns"
-            )
-        # "Earlier than 5.5" is "earlier than 6" where all times are whole.
-        t = t.astype(np.float64) if past.t.is_floating_point() else np.ceil(t).astype(np.int64)
-        label = Path(self.data).name
-        events = Events(src[rows], dst[rows], t[rows], rows, None, label, nodes).sorted()
         kept = [
             name for name in (columns.eid, columns.src, columns.dst, columns.t) if name in table
         ]
@@ -216,6 +252,36 @@ class PredictOptions(JsonOption):
             text += f"\nrows without a score, as the run has not seen their ids: {num_unknown:,}"
         record = {"num_scored": len(queries.rows), "num_unknown": num_unknown, "out": str(self.out)}
         self.print_result(record, text)
+
+
+def _digest(past: Past) -> str:
+    """A hash of events and of their nodes' ids, in hexadecimal."""
+    found = hashlib.sha256(past.digest().encode())
+    if past.nodes is not None:
+        found.update("\n".join(past.nodes.ids).encode())
+    return found.hexdigest()
+
+
+def _find_events(table: DataFrame, columns: Columns, past: Past) -> Events:
+    """Rows whose ends the run knows, by time; an event's id is its row."""
+    import numpy as np
+
+    from shared.data.events import Events
+    from shared.data.tables import read_times
+
+    src = _find_nodes(past, table[columns.src], "src")
+    dst = _find_nodes(past, table[columns.dst], "dst")
+    t = read_times(table, columns)
+    rows = np.flatnonzero((src >= 0) & (dst >= 0))
+    if not len(rows):
+        wrong = f"got {len(table)} rows whose {columns.src} or {columns.dst} it has not seen"
+        raise DataError(
+            "expected ids of the data that the run learnt from, "
+            f"{wrong if len(table) else 'got a table without rows'}; check the columns"
+        )
+    # "Earlier than 5.5" is "earlier than 6" where all times are whole.
+    t = t.astype(np.float64) if past.t.is_floating_point() else np.ceil(t).astype(np.int64)
+    return Events(src[rows], dst[rows], t[rows], rows, nodes=past.nodes).sorted()
 
 
 def _find_nodes(past: Past, ids: Series, side: Side) -> np.ndarray:

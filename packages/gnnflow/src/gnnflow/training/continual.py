@@ -132,6 +132,8 @@ class ContinualTrainer:
         self.history.negatives.since = events.t[first].item()
         saved = self._open_checkpoint(events)
         done = self._resume(saved, events) if saved else 0
+        if saved and done:
+            log_resumed(len(self.rounds), saved.folder)
         if not done and self.task.memory is not None:
             self.task.memory.reset_state()
         with show_progress(
@@ -314,7 +316,6 @@ class ContinualTrainer:
             return 0
         done, state = found
         self.load_state_dict(state)
-        log_resumed(len(self.rounds), saved.folder)
         last = self.rounds[-1].num_events if self.rounds else done
         bound = self.history.bound(events[done - last : done])
         self.history.insert(events[:done], since=bound)
