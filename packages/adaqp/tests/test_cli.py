@@ -276,11 +276,66 @@ def test_predict_says_what_is_wrong(tmp_path):
     assert not (tmp_path / "scores.csv").exists()
 
 
-def test_nodes_without_ids_are_scored_by_their_numbers():
+def test_nodes_without_ids_are_scored_by_their_numbers(one_part, tmp_path):
+    pandas = pytest.importorskip("pandas", reason="tables are read by pandas")
+    num_nodes = load(one_part).meta["num_nodes"]
+    saved, wanted, out = tmp_path / "saved", tmp_path / "wanted.csv", tmp_path / "scores.csv"
+    run_here("train", one_part, "--epochs", 1, "--model.hidden", 8, "--checkpoint", saved)
+    predict = ("predict", one_part, "--checkpoint", saved, "--out", out)
+    run_here(*predict)
+    everyone = pandas.read_csv(out)
+    assert everyone["id"].tolist() == [*range(num_nodes)]
+    wanted.write_text(f"id\n1\n{num_nodes}\n{num_nodes - 1}\n")
+    told = json.loads(run_here(*predict, "--nodes", wanted, "--json"))
+    assert told == {"num_scored": 2, "num_unknown": 1, "out": str(out)}
+    some = pandas.read_csv(out)
+    assert some["id"].tolist() == [1, num_nodes, num_nodes - 1]
+    assert some["score"].isna().tolist() == [False, True, False]
+    assert some["score"][2] == everyone["score"][num_nodes - 1]
+    wanted.write_text(f"id\n{num_nodes}\n")
+    told = run_here(*predict, "--nodes", wanted, expect=1)
+    assert "wanted.csv: id: expected ids of the graph's nodes, none of 1 is one" in told
+    wanted.write_text("id\n007\n")
+    told = run_here(*predict, "--nodes", wanted, expect=1)
+    assert "expected numbers of nodes, as the graph has no ids, got texts" in told
+
+
+def test_what_predict_reads_is_not_written_over(one_part, tmp_path):
+    wanted = tmp_path / "wanted.csv"
+    wanted.write_text("id\n1\n")
+    predict = ("predict", one_part, "--checkpoint", tmp_path / "saved", "--nodes", wanted)
+    for out in (wanted, one_part / "nodes.csv"):
+        told = run_here(*predict, "--out", out, expect=1)
+        assert f"got one that would replace {out}, which is read" in told
+    assert wanted.read_text() == "id\n1\n"
+
+
+def test_predict_without_pandas_says_so_before_it_scores(one_part, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    out = tmp_path / "scores.csv"
+    told = run_here("predict", one_part, "--checkpoint", tmp_path, "--out", out, expect=1)
+    assert told == (
+        f"adaqp: {out}: needs pandas, and pyarrow for Parquet; run: pip install pandas pyarrow\n"
+    )
+
+
+def test_folders_of_results_are_made_before_the_work(one_part, tmp_path):
+    history = tmp_path / "new" / "history.json"
+    argv = ("train", one_part, "--model.hidden", 8, "--epochs", 1, "--history")
+    run_here(*argv, history)
+    assert json.loads(history.read_text())["loss"]
+    (tmp_path / "file").write_text("")
+    told = run_here(*argv, tmp_path / "file" / "history.json", expect=1)
+    assert "epoch 1" not in told
+    assert ".partial" not in told
+    told = run_here("probe-links", "--out", tmp_path / "file" / "links.json", expect=1)
+    assert ".partial" not in told
+
+
+def test_several_classes_a_node_have_no_column_of_one():
     scores = torch.tensor([[0.25, 0.75], [0.5, 0.5]])
     table = tabulate(Wanted(None, None), scores, is_multilabel=False)
-    assert table["id"].tolist() == [0, 1]
     assert table["class"].tolist() == [1, 0]
-    some = tabulate(Wanted(np.array([1, 2]), np.array([1, 2])), scores, is_multilabel=True)
+    some = tabulate(Wanted(np.array([1, 2]), np.array([1, -1])), scores, is_multilabel=True)
     assert [*some.columns] == ["id", "score_0", "score_1"]
     assert some["score_1"].isna().tolist() == [False, True]

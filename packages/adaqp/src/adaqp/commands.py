@@ -28,7 +28,7 @@ from adaqp.training.config import POLICIES, ModelConfig, PolicyConfig, RunConfig
 from adaqp.training.trainer import History, Trainer
 from shared.cli import draw_table
 from shared.comms import Group, NetLab, RankPool, all_gather_v, init_from_env
-from shared.data.frames import check_suffix, write_frame
+from shared.data.frames import check_output, write_frame
 from shared.errors import ConfigError, DataError
 from shared.files import write_atomically
 from shared.training import show_resumed
@@ -43,13 +43,23 @@ _MESSAGE_LIMIT, _RUN_LIMIT = timedelta(minutes=10), timedelta(days=20)
 _Found = tuple[dict[str, Any], str]
 
 
-def _num_parts(folder: Path) -> int:
+def _read_meta(folder: Path) -> dict[str, Any]:
     path = folder / "meta.json"
     if not path.exists():
         raise DataError(
             f"{folder} holds no partition; make one: adaqp partition sbm --out {folder}"
         )
-    return json.loads(path.read_text())["parts"]
+    return json.loads(path.read_text())
+
+
+def _num_parts(folder: Path) -> int:
+    return _read_meta(folder)["parts"]
+
+
+def _make_parent(file: Path | None) -> None:
+    """Makes the folder of a file that is written after the work."""
+    if file is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
 
 
 def _run(num_ranks: int, function: Callable[..., Any], *args: Any, rate: str | None = None) -> list:
@@ -90,6 +100,7 @@ def train(
         raise ConfigError(f"save_every: expected 1 or more epochs, got {save_every}")
     links = _read_links(links_file)
     ScalarWriter(board)  # refuses a missing package before ranks start
+    _make_parent(history_file)
     # Built here: the ranks' processes lack policies that were registered from outside.
     policy, settings = config.policy.build()
     settings |= {"seed": config.seed, "links": links}
@@ -181,10 +192,11 @@ def predict_classes(
     folder: Path, checkpoint: Path, nodes: Path | None, out: Path
 ) -> tuple[dict[str, Any], str] | None:
     """Scores nodes by a checkpoint and writes a table; says on the first rank where it is."""
+    from adaqp.partitioning.partitioner import NODES
     from adaqp.training.checkpoint import read_about
     from adaqp.training.predictions import read_wanted, tabulate
 
-    check_suffix(out)
+    check_output(out, [path for path in (nodes, folder / NODES) if path is not None])
     about = read_about(checkpoint)
     if "config" not in about:
         raise DataError(
@@ -192,8 +204,9 @@ def predict_classes(
             "by `adaqp train --checkpoint`"
         )
     config = RunConfig.from_json(about["config"])
-    wanted = read_wanted(folder, nodes)  # before the ranks start
-    outcome = _run(_num_parts(folder), _predict_in_rank, folder, config.model, checkpoint)[0]
+    meta = _read_meta(folder)
+    wanted = read_wanted(folder, meta["num_nodes"], nodes)  # before the ranks start
+    outcome = _run(meta["parts"], _predict_in_rank, folder, config.model, checkpoint)[0]
     if outcome is None:
         return None
     table = tabulate(wanted, *outcome)
@@ -348,6 +361,7 @@ def probe_links(
     """Probes the links, writes their costs, and returns a table of them."""
     if ranks < 2:
         raise ConfigError(f"ranks: expected 2 or more, got {ranks}; links join two ranks")
+    _make_parent(out)
     links: LinkTable = _run(ranks, _probe_in_rank, budget_s, fallback_rate)[0]
     if int(os.environ.get("RANK", "0")):
         return None

@@ -88,6 +88,21 @@ def test_tables_with_names_as_ids(tmp_path, graph):
     assert torch.equal(found.dst, graph.dst)
 
 
+def test_ids_of_tables_are_as_they_stand_there(tmp_path):
+    pytest.importorskip("pandas")
+    (tmp_path / "nodes.csv").write_text("id,label,split,a\n007,0,train,1\nNA,1,val,2\n7,0,,3\n")
+    (tmp_path / "edges.csv").write_text("src,dst\nNA,007\n7,NA\n")
+    found = read(tmp_path)
+    assert found.ids.tolist() == ["007", "NA", "7"]
+    assert found.src.tolist() == [1, 2]
+    assert found.dst.tolist() == [0, 1]
+    (tmp_path / "edges.csv").write_text("src,dst\n7,7\n")  # alone they look like numbers
+    assert read(tmp_path).src.tolist() == [2]
+    (tmp_path / "edges.csv").write_text("src,dst\n7,\n")
+    with pytest.raises(DataError, match="dst of row 0 is nan, which is no id in nodes"):
+        read(tmp_path)
+
+
 def test_ogb_folder(tmp_path, graph):
     pytest.importorskip("pandas")
     label = graph.label.double().numpy()

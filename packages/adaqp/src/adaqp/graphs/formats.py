@@ -7,13 +7,14 @@ Files are untrusted data: objects are unpickled only as far as `torch.load` allo
 import os
 import pickle
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from zipfile import BadZipFile
 
 import numpy as np
 import torch
 
 from adaqp.graphs.graph import MASKS, Graph, from_dgl, from_edge_index, from_pyg
+from shared.data.frames import read_frame
 from shared.errors import DataError
 from shared.files import check_not_empty
 
@@ -109,7 +110,7 @@ def _read_npz(path: Path) -> Graph:
 
 
 def _read_tables(folder: Path) -> Graph:
-    edges, nodes = _table(folder, "edges"), _table(folder, "nodes")
+    edges, nodes = _table(folder, "edges", ("src", "dst")), _table(folder, "nodes", ("id",))
     for name, table, needed in (
         ("edges", edges, ("src", "dst")),
         ("nodes", nodes, ("label", "split")),
@@ -124,8 +125,12 @@ def _read_tables(folder: Path) -> Graph:
         if nodes["id"].duplicated().any():
             twice = nodes["id"][nodes["id"].duplicated()].iloc[0]
             raise DataError(f"{folder}/nodes: expected each id once, {twice!r} stands there twice")
-        row = dict(zip(nodes["id"], range(len(nodes)), strict=True))
-        ends = {"src": src.map(row), "dst": dst.map(row)}
+        columns = [nodes["id"], src, dst]
+        if any(column.dtype.kind == "O" for column in columns):
+            # A column without 007 or NA has numbers, which are texts elsewhere.
+            columns = [column.astype(str).where(column.notna()) for column in columns]
+        row = dict(zip(columns[0], range(len(nodes)), strict=True))
+        ends = {"src": columns[1].map(row), "dst": columns[2].map(row)}
         for name, end in ends.items():
             if end.isna().any():
                 edge = int(np.flatnonzero(end.isna())[0])
@@ -155,31 +160,15 @@ def _read_tables(folder: Path) -> Graph:
     )
 
 
-def _table(folder: Path, name: str) -> "DataFrame":
+def _table(folder: Path, name: str, ids: tuple[str, ...]) -> "DataFrame":
     for suffix in TABLES:
         file = folder / f"{name}{suffix}"
         if file.exists():
-            return _read_table(file)
+            return read_frame(file, ids=ids)
     raise DataError(
         f"{folder}: expected {name}.parquet, {name}.csv or {name}.csv.gz, there is "
         f"{sorted(path.name for path in folder.iterdir())}"
     )
-
-
-def _read_table(file: Path, **options: Any) -> "DataFrame":
-    check_not_empty(file, "a table")
-    try:
-        import pandas
-
-        if file.suffix == ".parquet":
-            return pandas.read_parquet(file)
-        return pandas.read_csv(file, **options)
-    except ImportError as error:
-        raise DataError(
-            f"{file}: needs pandas, and pyarrow for Parquet; run: pip install pandas pyarrow"
-        ) from error
-    except ValueError as error:  # pandas' parser errors are ValueErrors
-        raise DataError(f"{file}: expected a table, got {error}") from error
 
 
 def _read_ogb(folder: Path) -> Graph:
@@ -191,7 +180,7 @@ def _read_ogb(folder: Path) -> Graph:
     def values(file: Path, kind: str) -> np.ndarray:
         if not file.exists():
             raise DataError(f"{file}: missing; expected an OGB node-property folder")
-        return _read_table(file, header=None).to_numpy(dtype=kind)
+        return read_frame(file, header=None).to_numpy(dtype=kind)
 
     feat = values(raw / "node-feat.csv.gz", "float32")
     label = values(raw / "node-label.csv.gz", "float32")

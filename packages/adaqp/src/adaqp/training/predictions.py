@@ -38,11 +38,12 @@ class Wanted(NamedTuple):
         return np.zeros(0, bool) if self.nodes is None else self.nodes < 0
 
 
-def read_wanted(folder: Path, file: Path | None) -> Wanted:
+def read_wanted(folder: Path, num_nodes: int, file: Path | None) -> Wanted:
     """Reads which nodes to score.
 
     Args:
         folder: the partition.
+        num_nodes: number of the graph's nodes.
         file: table with a column id; None for all nodes.
 
     Raises:
@@ -52,8 +53,7 @@ def read_wanted(folder: Path, file: Path | None) -> Wanted:
     known = NodeIds.load(path) if path.exists() else None
     if file is None:
         return Wanted(None if known is None else known.ids, None)
-    is_text = known is not None and not known.are_numbers
-    table = read_frame(file, texts=["id"] if is_text else [])
+    table = read_frame(file, ids=["id"])
     if "id" not in table:
         raise DataError(f"{file}: expected a column 'id', got {list(table.columns)}; rename yours")
     try:
@@ -63,7 +63,12 @@ def read_wanted(folder: Path, file: Path | None) -> Wanted:
         elif column.dtype.kind == "O":
             raise DataError("id: expected numbers of nodes, as the graph has no ids, got texts")
         else:
-            nodes = column.to_numpy(np.int64)
+            nodes = column.to_numpy(np.int64, copy=True)
+            nodes[nodes >= num_nodes] = -1
+        if not (nodes >= 0).any():
+            raise DataError(
+                f"id: expected ids of the graph's nodes, none of {len(nodes)} is one; check them"
+            )
     except DataError as error:
         raise DataError(f"{file}: {error}") from error
     return Wanted(table["id"], nodes)
@@ -78,20 +83,11 @@ def tabulate(
         wanted: the nodes.
         scores: probabilities of all nodes.
         is_multilabel: a node may have several classes: there is no column of one class then.
-
-    Raises:
-        DataError: none of the ids is one of the graph's.
     """
     import pandas
 
-    num_nodes = len(scores)
-    nodes = np.arange(num_nodes) if wanted.nodes is None else wanted.nodes.copy()
-    nodes[nodes >= num_nodes] = -1
-    if not (nodes >= 0).any():
-        raise DataError(
-            f"nodes: expected ids of the graph, none of {len(nodes)} is one; check them"
-        )
-    ids = np.arange(num_nodes) if wanted.ids is None else wanted.ids
+    nodes = np.arange(len(scores)) if wanted.nodes is None else wanted.nodes
+    ids = np.arange(len(scores)) if wanted.ids is None else wanted.ids
     rows = scores.numpy()[nodes]
     rows[nodes < 0] = np.nan
     columns: dict[str, object] = {"id": ids}
