@@ -159,6 +159,8 @@ def test_milliseconds_are_not_taken_for_seconds(folder):
     ):
         read(folder)
     assert read(folder, time_unit="ms").events.t.tolist() == [1_714_694_400]
+    given = read(folder, time_unit="s").events.t.tolist()
+    assert given == [1_714_694_400_000], "a unit that is given is believed"
 
 
 def test_rows_have_the_unit_of_the_run_unless_they_are_dates(folder):
