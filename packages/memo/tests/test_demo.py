@@ -112,4 +112,4 @@ def test_demo_makes_claims_the_tour_accepts(tmp_path, capsys):
     demo = read_demo(tmp_path)
     assert demo.package == "memo"
     assert faults(demo) == []
-    assert capsys.readouterr().err.count("memo: ") == len(demo.claims)
+    assert capsys.readouterr().err.count(" against ") == len(demo.claims)
