@@ -420,6 +420,7 @@ def test_a_guess_leaves_the_name_that_an_error_has(tmp_path):
         ("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0", True),
         ("I/O error: No space left on device (os error 28)", True),
         ("2 ranks are requested and 1 is there", False),
+        ("all were requested and 3 written", False),
         ("the model requested and the one found differ", False),
     ],
 )

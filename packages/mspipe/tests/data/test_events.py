@@ -78,6 +78,7 @@ def test_a_digest_tells_lists_apart():
     assert len(others | {digest}) == 8
     same_part = Events(range(10), range(1, 11), range(10), [[float(min(i, 5))] for i in range(10)])
     assert same_part[2:5].digest() == TEN[2:5].digest(), "features of other events are no matter"
+    assert same_part[6:9].digest() != TEN[6:9].digest()
 
 
 @given(st.lists(st.floats(0, 0.3), max_size=3))
