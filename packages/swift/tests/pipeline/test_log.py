@@ -11,7 +11,7 @@ import torch
 
 from shared.errors import ConfigError, DataError
 from swift.pipeline import records
-from swift.pipeline.chunks import scan_chunk, verify_logs
+from swift.pipeline.chunks import ChunkFile, scan_chunk, verify_logs
 from swift.pipeline.log import BoundaryLog
 from swift.pipeline.records import Key, Kind
 
@@ -68,6 +68,22 @@ def test_messages_of_any_form_come_back_bit_for_bit(opened, tensor):
     same = [each.contiguous().view(-1).view(torch.uint8).tolist() for each in (found, tensor)]
     assert same[0] == same[1]
     assert writer.describe(key) == (tuple(tensor.shape), tensor.dtype)
+
+
+def test_whatever_fails_in_the_writing_thread_ends_the_interval_only(opened, monkeypatch):
+    def fail(*_):
+        raise MemoryError
+
+    writer = opened()
+    with monkeypatch.context() as patched:
+        patched.setattr(ChunkFile, "append", fail)
+        fill(writer, [0])
+        writer.flush()
+    assert "logging stopped at activation of iteration 0" in writer.unreplayable
+    assert "as MemoryError()" in writer.unreplayable
+    writer.start_interval(1)
+    fill(writer, [1])
+    assert torch.equal(writer.read(Key(Kind.ACTIVATION, 1, 2)), message(1, 2))
 
 
 @pytest.mark.parametrize("tensor", [torch.ones(2, dtype=torch.int32), torch.ones([1] * 9)])

@@ -267,12 +267,12 @@ class LogWriter:
                 is_wanted = self.unreplayable is None
             why = None
             if is_wanted:
-                if event is not None:
-                    event.synchronize()
                 try:
+                    if event is not None:
+                        event.synchronize()
                     why = self._write(chunk, key, tensor)
-                except (OSError, DataError) as error:
-                    why = str(error)
+                except Exception as error:  # noqa: BLE001 - training waits for this thread
+                    why = str(error) or repr(error)
             with self._changed:
                 if why is not None:
                     self._give_up(key, why)
