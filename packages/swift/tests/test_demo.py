@@ -1,3 +1,5 @@
+import re
+
 import pytest
 
 from shared.claims import faults, read_demo
@@ -41,7 +43,13 @@ def test_phases_end_where_the_repeated_step_does():
 def test_a_failure_is_drawn_with_its_ranks_and_phases(tmp_path):
     rows = {"rank 0": place_phases({"join": 0.5}, 4.0), "rank 1, killed": []}
     draw_failure(rows, tmp_path / "failure.svg", lost=("rank 1, killed", 3.5))
-    assert (tmp_path / "failure.svg").stat().st_size > 1000
+    picture = (tmp_path / "failure.svg").read_text()
+    # Of a text drawn as curves a comment tells the words.
+    texts = re.findall("<!-- (.*) -->", picture)
+    assert [one for one in texts if one.startswith("rank")] == ["rank 0", "rank 1, killed"]
+    assert texts[-1] == "join"  # the legend
+    assert "seconds after the kill" in texts
+    assert picture.count("fill: #fdae6b") == 2  # the bar, and in the legend
 
 
 @pytest.mark.slow
