@@ -1,8 +1,10 @@
 """The training of the fault tests: tells the digest of its state at the beginning of each step.
 
 Arguments: the folder for what it tells; JSON with steps, faults, optimizer, mode, checkpoint steps, ...
-Of these, `turns` is what a process is like that starts after step 2, and `holds_s` for how long rank 1
-holds Python's lock in step 3, once, so that it sends no heartbeats.
+Of these, `turns` is what a process is like that starts after step 2, `holds_s` for how long rank 1
+holds Python's lock in step 3, once, so that it sends no heartbeats; with `is_built_unlike` every rank
+begins with other weights; and `spoils` is a rank and a step, of which it changes the gradients when
+another rank is lost.
 """
 
 import ctypes
@@ -14,6 +16,7 @@ from pathlib import Path
 import torch
 
 import swift
+from shared.errors import CommError
 from shared.kernels.digest import digest
 from swift.injection import Fault, arm
 
@@ -54,6 +57,10 @@ def main() -> None:
     )
     dataset = torch.utils.data.TensorDataset(torch.randn(300, WIDTH), torch.randint(0, 7, (300,)))
     run = swift.join()
+    if given.get("is_built_unlike"):
+        torch.manual_seed(1 + (-1 if run.rank is None else run.rank))
+        for one in model.parameters():
+            torch.nn.init.normal_(one)
     make = OPTIMIZERS[given.get("optimizer", "adamw")]
     opt = swift.undoable(make(model.parameters()), mode=given.get("mode", "exact"))
     scaler = (
@@ -88,7 +95,12 @@ def main() -> None:
         factor = 1e38 if i in given.get("overflows", ()) else 1.0
         for half in (slice(0, None, 2), slice(1, None, 2)):
             loss = torch.nn.functional.cross_entropy(dp(x[half]), y[half]) / 2
-            dp.backward(loss * factor, update=half.start == 1)
+            try:
+                dp.backward(loss * factor, update=half.start == 1)
+            except CommError:
+                for one in model.parameters() if given.get("spoils") == [run.rank, i] else ():
+                    one.grad.mul_(2)
+                raise
         schedule.step()
         time.sleep(given.get("step_s", 0.0))
 

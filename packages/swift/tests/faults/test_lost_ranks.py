@@ -50,16 +50,17 @@ def test_twelve_kills_in_one_run_leave_every_state_as_it_was(driver, tmp_path, u
 
 
 def test_kills_while_it_recovers_and_sgd_with_clipping(driver, tmp_path, undisturbed):
-    given = {"optimizer": "sgd", "clip_norm": 0.1}
+    given = {"optimizer": "sgd", "clip_norm": 0.1, "is_built_unlike": True}
     faults = [
-        {"rank": 1, "recovery": 0, "step": 0, "point": "start", "bucket": 2},
-        {"rank": 0, "recovery": 1, "point": "join"},
-        {"rank": 2, "recovery": 2, "step": 4, "point": "update", "bucket": 2},
-        {"rank": 0, "recovery": 3, "point": "undo"},
-        {"rank": 1, "recovery": 4, "step": 7, "point": "reduce", "bucket": 2},
-        {"rank": 1, "recovery": 5, "point": "transfer"},
-        {"rank": 0, "recovery": 6, "step": 11, "point": "forward"},
-        {"rank": 2, "recovery": 7, "point": "verify"},
+        {"rank": 2, "recovery": 0, "point": "transfer"},
+        {"rank": 1, "recovery": 1, "step": 0, "point": "start", "bucket": 2},
+        {"rank": 0, "recovery": 2, "point": "join"},
+        {"rank": 2, "recovery": 3, "step": 4, "point": "mark"},
+        {"rank": 0, "recovery": 4, "point": "undo"},
+        {"rank": 1, "recovery": 5, "step": 7, "point": "reduce", "bucket": 2},
+        {"rank": 1, "recovery": 6, "point": "transfer"},
+        {"rank": 0, "recovery": 7, "step": 11, "point": "forward"},
+        {"rank": 2, "recovery": 8, "point": "verify"},
     ]
     options = ("-n", "3", "--spares", "5")
     printed = driver.train(tmp_path, *options, steps=STEPS, faults=faults, **given)
@@ -67,8 +68,55 @@ def test_kills_while_it_recovers_and_sgd_with_clipping(driver, tmp_path, undistu
     assert re.fullmatch(line, printed), printed
     told = check(tmp_path, undisturbed(**given), 4)
     lost = [[one["rank"] for one in failure["lost"]] for failure in told]
-    assert lost == [[1, 0], [2, 0], [1, 1], [0, 2]]
+    assert lost == [[2, 1, 0], [2, 0], [1, 1], [0, 2]]
     assert "wait for its last sum: clip_norm" in (tmp_path / "report-0").read_text()
+
+
+@pytest.mark.parametrize(
+    "point",
+    ["join", *(pytest.param(one, marks=pytest.mark.slow) for one in ("load", "verify"))],
+)
+def test_a_kill_while_it_resumes_does_not_begin_again(driver, tmp_path, undisturbed, point):
+    driver.train(tmp_path, "-n", "3", "--spares", "0", steps=4, checkpoint=4)
+    (tmp_path / "states").unlink()
+    # The others have it, once it is loaded; else the second loss comes as they begin once more.
+    ranks = (1,) if point == "load" else (1, 2)
+    faults = [{"rank": rank, "recovery": rank - 1, "point": point} for rank in ranks]
+    options = ("-n", "3", "--spares", "2")
+    driver.train(tmp_path, *options, steps=6, checkpoint=4, faults=faults)
+    expected = undisturbed()
+    assert launching.states(tmp_path) == {step: expected[step] for step in (4, 5, 6)}
+    (told,) = launching.failures(tmp_path)
+    assert [one["rank"] for one in told["lost"]] == list(ranks)
+
+
+@pytest.mark.slow
+def test_a_rank_that_cannot_undo_takes_its_state_from_others(driver, tmp_path, undisturbed):
+    # The others have updated two buckets by then.
+    faults = [{"rank": 2, "recovery": 0, "step": 5, "point": "start", "bucket": 2, "after_s": 0.3}]
+    given = {"steps": STEPS, "spoils": [1, 5], "faults": faults}
+    driver.train(tmp_path, "-n", "3", "--spares", "1", **given)
+    (told,) = check(tmp_path, undisturbed(), 1)
+    assert re.search(
+        r"rank 1 counts as lost, as it could not undo: .*'grad' was changed in place",
+        told["reason"],
+    )
+    ranks = told["ranks"]
+    assert ranks["0"]["undone"] > 0
+    assert ranks["1"]["undone"] == ranks["0"]["received_bytes"] == 0
+    assert ranks["1"]["received_bytes"] == ranks["2"]["received_bytes"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("point", ["join", "transfer", "verify"])
+def test_ranks_that_are_built_unlike_begin_alike_whoever_dies(driver, tmp_path, point):
+    faults = [{"rank": 0, "recovery": 0, "point": point}]
+    given = {"steps": 3, "is_built_unlike": True}
+    driver.train(tmp_path, "-n", "3", "--spares", "1", faults=faults, **given)
+    found = launching.states(tmp_path)
+    assert sorted(found) == [0, 1, 2, 3]
+    assert all(len(states) == 1 for states in found.values())
+    assert [one["rank"] for one in launching.failures(tmp_path)[0]["lost"]] == [0]
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -10,6 +11,7 @@ from small_stages import CLASSES, DIM, build, loss_of
 import swift
 from shared.kernels.digest import digest
 from swift.injection import Fault, arm
+from swift.pipeline.chunks import read_header
 
 folder = Path(sys.argv[1])
 options = json.loads((folder / "options.json").read_text())
@@ -27,8 +29,19 @@ stage = swift.Stage(
     log=None if options["log"] is None else log, helpers=options["helpers"],
 )  # fmt: skip
 data = swift.StepData(samples, global_batch=12, seed=1)
+
+
+def step(at):
+    if options.get("swaps_log") == [run.rank, at]:
+        stage.log.flush()
+        path = max(stage.log.folder.glob("*.log"))
+        with path.open("r+b") as file:
+            file.write(replace(read_header(path), run="another").encode())
+    stage.step(*data[at])
+
+
 run.loop(
-    lambda step: stage.step(*data[step]), stage, until=10,
+    step, stage, until=10,
     checkpoint=swift.Every(4, folder / "checkpoints"),
 )  # fmt: skip
 found = {

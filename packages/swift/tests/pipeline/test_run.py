@@ -9,9 +9,10 @@ HERE = Path(__file__).parent
 NUM = 4
 
 
-def train(driver, folder, faults=(), *, spares=1, log=None, helpers=0, is_logged=True):
+def train(driver, folder, faults=(), *, spares=1, log=None, helpers=0, is_logged=True, **more):
     folder.mkdir()
     options = {
+        **more,
         "faults": list(faults),
         "helpers": helpers,
         "log": (log or {}) if is_logged else None,
@@ -73,6 +74,9 @@ def test_several_losses_are_replayed_bit_for_bit(driver, tmp_path, undisturbed, 
 def test_helpers_and_joined_stages_replay_bit_for_bit(driver, tmp_path, undisturbed):
     lost = [fault(0, "backward", 7, 1)]
     check(driver, tmp_path / "b", undisturbed, lost, [[[0], [4, 5, 6]]], helpers=1)
+    lost = [fault(0, "backward", 7, 1), fault(2, "backward", recovery=1)]  # the helper
+    replayed = [[[0], [4, 5, 6]], [[2], [4, 5, 6]]]
+    check(driver, tmp_path / "d", undisturbed, lost, replayed, helpers=1, spares=2)
     lost = [fault(2, "backward", 7, 1)]
     logged = {"logged": [True, False, True]}
     check(driver, tmp_path / "c", undisturbed, lost, [[[1, 2], [4, 5, 6]]], log=logged)
@@ -83,3 +87,23 @@ def test_helpers_and_joined_stages_replay_bit_for_bit(driver, tmp_path, undistur
 def test_without_a_whole_log_all_go_back_to_the_checkpoint(driver, tmp_path, undisturbed, options):
     found = check(driver, tmp_path / "b", undisturbed, [fault(1, "backward", 6, 3)], [], **options)
     assert all(one["recoveries"][0]["target"] == 4 for one in found)
+
+
+@pytest.mark.slow
+def test_with_a_log_of_another_run_all_go_back_to_the_checkpoint(driver, tmp_path, undisturbed):
+    lost = [fault(1, "backward", 6, 3)]
+    found = check(driver, tmp_path / "b", undisturbed, lost, [[[1], [4, 5]]], swaps_log=[0, 5])
+    for one in found:
+        (told,) = one["recoveries"]
+        assert told["target"] == 4
+        assert (
+            "got run 'another'; give each run a folder of its own; all ranks went" in told["reason"]
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("point", ["join", "verify"])
+def test_a_stage_that_is_lost_before_the_first_step_is_built_again(
+    driver, tmp_path, undisturbed, point
+):
+    check(driver, tmp_path / "b", undisturbed, [fault(1, point)], [[[1], []]])

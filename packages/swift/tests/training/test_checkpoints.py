@@ -9,7 +9,7 @@ import torch.distributed.checkpoint as dcp
 
 import swift
 from shared.comms.init import alone
-from shared.errors import CommError, DiskFullError
+from shared.errors import CommError, ConfigError, DiskFullError
 
 
 class Net(torch.nn.Module):
@@ -86,6 +86,56 @@ def test_one_that_is_damaged_is_named(tmp_path):
         (tmp_path / "step-1" / ".metadata").write_bytes(b"")
         with pytest.raises(CommError, match=r"reading .*step-1 failed: "):
             every.load(group, dp, 1)
+
+
+def test_old_ones_and_what_was_cut_off_go_when_another_is_committed(tmp_path):
+    every = swift.Every(1, tmp_path, keep=2)
+    (tmp_path / "step-old").mkdir()  # the user's
+    with alone() as group:
+        dp, step = make(group)
+        for at in range(4):
+            step(at)
+            every.save(group, dp, at + 1)
+            if at == 2:
+                (tmp_path / "step-2" / "COMMITTED").unlink()
+                (tmp_path / "step-7").mkdir()  # one that is being written
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "step-3", "step-4", "step-7", "step-old",
+    ]  # fmt: skip
+    assert every.latest() == 4
+
+
+def test_a_url_is_refused():
+    with pytest.raises(ConfigError, match=r"folder: expected .*, got s3://bucket/run; mount it"):
+        swift.Every(10, "s3://bucket/run")
+
+
+class BreaksOff(dcp.FileSystemReader):
+    """Fills what it is asked for, and then finds the checkpoint damaged."""
+
+    def read_data(self, plan, planner):
+        super().read_data(plan, planner)
+        raise OSError("bad block")
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+def test_a_state_stays_as_it_was_where_reading_breaks_off(tmp_path, steps):
+    with alone() as group:
+        dp, step = make(group)
+        for at in range(4):
+            step(at)
+        swift.Every(1, tmp_path).save(group, dp, 4)
+        other, other_step = make(group, seed=1)
+        for at in range(steps):
+            other_step(at)
+        before = values(other)
+        with pytest.raises(CommError, match="bad block"):
+            swift.Every(1, tmp_path, reader=BreaksOff).load(group, other, 4)
+        after = values(other)
+        assert other.versions() == [steps] * len(other.versions())
+    assert [name for name, _ in after] == [name for name, _ in before]
+    for (name, one), (_, expected) in zip(after, before, strict=True):
+        assert torch.equal(one, expected), name
 
 
 class OneTensor:

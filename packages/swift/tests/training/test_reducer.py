@@ -5,9 +5,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import swift
-from shared.comms import Group, RankPool
+from shared.comms import Group
 from shared.comms.init import alone
 from shared.errors import ConfigError
 
@@ -116,9 +117,8 @@ def train_both():
 
 
 @pytest.fixture(scope="module")
-def found():
-    with RankPool(2) as pool:
-        return pool.run(train_both).results
+def found(two_ranks):
+    return two_ranks.run(train_both).results
 
 
 def test_sparse_gradients_are_refused():
@@ -130,6 +130,44 @@ def test_sparse_gradients_are_refused():
         dp.begin(0)
         with pytest.raises(ConfigError, match=r"weight: expected a dense gradient.*sparse=False"):
             dp.backward(dp(torch.tensor([1])).sum())
+
+
+class UsedTwice(torch.nn.Module):
+    """Its second layer twice, recomputed in the backward pass by torch's older way."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = torch.nn.Linear(WIDTH, WIDTH)
+        self.twice = torch.nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        hidden = self.first(x)
+        for _ in range(2):
+            hidden = checkpoint(lambda one: self.twice(one).tanh(), hidden, use_reentrant=True)
+        return hidden.square().mean()
+
+
+@pytest.mark.parametrize("is_in_one_bucket", [True, False])
+def test_a_gradient_that_comes_in_parts_is_summed_whole_or_refused(is_in_one_bucket):
+    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1))
+    model, twin = UsedTwice(), UsedTwice()
+    twin(x).backward()
+    run = SimpleNamespace(rank=0, world_size=1, reads_whole_batches=False)
+    opt = swift.undoable(torch.optim.SGD(model.parameters(), 0.1))
+    dp = swift.DataParallel(model, opt, run, bucket_mb=1.0 if is_in_one_bucket else 1e-6)
+    with alone() as group:
+        dp.regroup(group)
+        dp.begin(0)
+        if is_in_one_bucket:
+            dp.backward(dp(x))
+            for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+                torch.testing.assert_close(mine.grad, theirs.grad)
+        else:
+            with pytest.raises(
+                ConfigError, match=r"twice\.bias: expected its whole gradient by one"
+            ):
+                dp.backward(dp(x))
 
 
 @pytest.mark.parametrize("number", range(len(CASES)), ids=lambda number: str(CASES[number]))

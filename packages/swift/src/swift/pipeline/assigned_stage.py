@@ -84,7 +84,6 @@ class Stage:
         self._own: _BuiltStage | None = None
         self._active: _BuiltStage | None = None
         self._is_in_step = False
-        self._kept: dict[int, Tensor] = {}
         self._checkpoint = 0
         self.replayed: list[tuple[range, range]] = []
         run.reads_whole_batches = True
@@ -156,7 +155,7 @@ class Stage:
         own.stage.writer = self._writer
         if self._is_in_step:
             self._is_in_step = False
-            own.rest.load(self._kept[own.entries.rest_version])
+            own.rest.restore(own.entries.rest_version)
 
     def versions(self) -> list[int]:
         """See `Trainable`."""
@@ -164,12 +163,9 @@ class Stage:
 
     def undo(self, entries: Sequence[int]) -> None:
         """See `Trainable`."""
-        own = self._built.entries
-        self.opt.undo_only([entry for entry in entries if entry != own.last])
-        if own.last in entries:
-            own.rest_version -= 1
-            own.rest.load(self._kept[own.rest_version])
-            self._built.stage.iteration = own.rest_version
+        own = self._built
+        own.entries.undo(entries)
+        own.stage.iteration = own.entries.rest_version
 
     def state_of(self, entry: int) -> dict[str, Tensor]:
         """See `Trainable`."""
@@ -179,6 +175,10 @@ class Stage:
         """See `Trainable`."""
         return self._built.entries.prepare(entry)
 
+    def allocate(self, entry: int) -> dict[str, Tensor]:
+        """See `Trainable`."""
+        return self._built.entries.allocate(entry)
+
     def fill(self, entry: int, tensors: Mapping[str, Tensor], version: int) -> None:
         """See `Trainable`."""
         self._built.entries.fill(entry, tensors, version)
@@ -186,10 +186,7 @@ class Stage:
 
     def begin(self, step: int) -> None:
         """See `Trainable`."""
-        # Neighbours may be a step behind, and have this one undo it.
-        self._kept = {step: self._built.rest.pack(), **{
-            at: kept for at, kept in self._kept.items() if at == step - 1
-        }}  # fmt: skip
+        self._built.rest.keep(step)
         self._is_in_step = True
 
     def finish(self, step: int) -> None:
@@ -265,7 +262,7 @@ class Stage:
             if is_mine:
                 self.finish(step)
 
-        before, kept = self._own, dict(self._kept)
+        before = self._own
         assert before is not None, "assigned before"
         # The step function may step a helper's own scheduler.
         rest = before.rest.pack()
@@ -273,7 +270,7 @@ class Stage:
         try:
             found = replay(made.stage, hole, groups, iterations.stop, repeat_one)
         except BaseException:
-            self._active, self._kept, self._is_in_step = before, kept, False
+            self._active, self._is_in_step = before, False
             before.rest.load(rest)
             raise
         if is_mine:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shared.comms import Group, PendingRounds, Round, all_gather_v, post_rounds
+from shared.comms import Group, PendingRounds, Round, post_rounds
 from shared.comms.pipeline import HEADER_WORDS, States
 from shared.errors import DataError
 from shared.kernels.digest import digest
@@ -30,6 +30,7 @@ from swift.pipeline.holes import Hole
 from swift.pipeline.log import LogWriter
 from swift.pipeline.records import Key, Kind
 from swift.pipeline.stage import BoundaryMessages, PipelineStage
+from swift.training.agreement import gather_texts
 
 __all__ = ["ReplayGroups", "agree", "make_groups", "replay", "serve"]
 
@@ -131,9 +132,7 @@ def agree(world: Group, served: str | None, replayed: str | None) -> str | None:
     """
     found: list[str | None] = []
     for problem in (served, replayed):
-        text = torch.tensor(list((problem or "").encode()), dtype=torch.uint8, device=world.device)
-        told = [bytes(each.tolist()).decode() for each in all_gather_v(world, text)]
-        found.append(next(filter(None, told), None))
+        found.append(next(filter(None, gather_texts(world, problem or "")), None))
     missing, differing = found
     if missing is None and differing is not None:
         raise DataError(differing)

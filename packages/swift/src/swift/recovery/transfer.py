@@ -35,7 +35,11 @@ class Movable(Protocol):
         ...
 
     def prepare(self, entry: int) -> dict[str, Tensor]:
-        """Tensors to fill."""
+        """Tensors to fill in place."""
+        ...
+
+    def allocate(self, entry: int) -> dict[str, Tensor]:
+        """Tensors to fill, apart from the state."""
         ...
 
     def fill(self, entry: int, tensors: Mapping[str, Tensor], version: int) -> None:
@@ -159,9 +163,10 @@ def move(
             places = {"rest": torch.empty(rest_bytes[fetch.holders[0]], dtype=torch.uint8)}
         else:
             count = num_tensors[fetch.holders[0]][fetch.entry]
-            places = dict(list(trainable.prepare(fetch.entry).items())[:count])
+            wanted = trainable.prepare if is_lost else trainable.allocate
+            places = dict(list(wanted(fetch.entry).items())[:count])
         for number, (name, tensor) in enumerate(places.items()):
-            if is_mine and not (is_lost and tensor.is_contiguous()):
+            if is_mine and not tensor.is_contiguous():
                 places[name] = torch.empty_like(tensor, memory_format=torch.contiguous_format)
             flat = places[name].reshape(-1)
             shares = plan_shares(fetch, flat.numel(), flat.element_size(), number)

@@ -38,7 +38,7 @@ class Every:
         keep: newest checkpoints that are kept.
 
     Raises:
-        ConfigError: `steps` or `keep` is below 1.
+        ConfigError: `steps` or `keep` is below 1, or `folder` is a URL.
     """
 
     steps: int
@@ -53,6 +53,12 @@ class Every:
             raise ConfigError(
                 f"expected at least one step between checkpoints and one checkpoint kept, got "
                 f"steps={self.steps}, keep={self.keep}"
+            )
+        if "://" in str(self.folder):
+            raise ConfigError(
+                f"folder: expected one in a file system that all ranks see, got {self.folder}; mount "
+                f"it, or give a folder for the marks and writer= and reader= that take the last part "
+                f"of their path, step-N, to the URL"
             )
 
     def latest(self) -> int:
@@ -92,8 +98,10 @@ class Every:
         reach("commit")
         if group.rank == 0:
             write_atomically(path / _MARK, f"{step}\n")
-            for old in sorted(self._committed())[: -self.keep]:
-                shutil.rmtree(self._path(old), ignore_errors=True)
+            kept = sorted(self._committed())[-self.keep :]
+            for old in self._steps("step-*"):
+                if old < step and old not in kept:  # or it was cut off
+                    shutil.rmtree(self._path(old), ignore_errors=True)
         barrier(group)
 
     def load(self, group: Group, trainable: Trainable, step: int) -> None:
@@ -105,7 +113,7 @@ class Every:
         self.read(trainable, _place(trainable, group), step, group)
 
     def read(self, trainable: Fillable, place: int, step: int, group: Group | None = None) -> None:
-        """Reads the state of one replica set.
+        """Reads the state of one replica set, which stays as it was until all is read.
 
         Args:
             trainable: that is filled.
@@ -125,7 +133,7 @@ class Every:
             # A parameter that has had no gradient has no state in it.
             saved = reader.read_metadata().state_dict_metadata
             places = [
-                {name: one for name, one in trainable.prepare(entry).items() if name in saved}
+                {name: one for name, one in trainable.allocate(entry).items() if name in saved}
                 for entry in range(last)
             ]
             state: dict[str, Any] = {name: one for entry in places for name, one in entry.items()}
@@ -138,6 +146,7 @@ class Every:
             )
         except (dcp.api.CheckpointException, OSError, EOFError) as error:
             raise CommError(f"reading {path} failed: {error}") from error
+        reach("load")
         for entry, tensors in enumerate(places):
             trainable.fill(entry, tensors, step)
         assert rest.tensor is not None, "DCP has loaded it"
@@ -147,8 +156,12 @@ class Every:
         return Path(self.folder) / f"step-{step}"
 
     def _committed(self) -> list[int]:
-        marks = Path(self.folder).glob(f"step-*/{_MARK}")
-        return [int(mark.parent.name.removeprefix("step-")) for mark in marks]
+        return self._steps(f"step-*/{_MARK}")
+
+    def _steps(self, pattern: str) -> list[int]:
+        found = [path.relative_to(self.folder) for path in Path(self.folder).glob(pattern)]
+        names = [path.parts[0].removeprefix("step-") for path in found]
+        return [int(name) for name in names if name.isdecimal()]
 
 
 class _PackedBytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from swift.training.rest import Rest
@@ -64,6 +65,12 @@ class Entries:
         if entry >= len(self._names):
             return self._constant(entry)
         return self._named(entry, self.optimizer.prepare(entry))
+
+    def allocate(self, entry: int) -> dict[str, Tensor]:
+        """See `Trainable`."""
+        if entry >= len(self._names):
+            return {name: torch.empty_like(one) for name, one in self._constant(entry).items()}
+        return self._named(entry, self.optimizer.allocate(entry))
 
     def fill(self, entry: int, tensors: Mapping[str, Tensor], version: int) -> None:
         """See `Trainable`."""

@@ -55,7 +55,7 @@ class DataParallel:
         """Takes over a module's gradients.
 
         Args:
-            module: the same on all ranks; rank 0's initial values count.
+            module: of the same shapes on all ranks, which begin with rank 0's values.
             optimizer: of `swift.undoable`, over parameters of the module.
             run: of `swift.join`.
             bucket_mb: millions of bytes of gradients that are reduced in one message.
@@ -102,7 +102,7 @@ class DataParallel:
         self._bucket_bytes = int(bucket_mb * 1e6)
         self._reductions: list[Reduction] = []
         self._is_last = True
-        self._missing: list[int] = []
+        self._missing: list[set[int]] = []
         self._take_gradients()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -119,7 +119,7 @@ class DataParallel:
 
         Raises:
             CommError: a rank was lost; `run.loop` recovers from it.
-            ConfigError: a gradient is sparse.
+            ConfigError: a gradient is sparse, or was added to after its bucket's sum had begun.
         """
         replicas = _joined(self._replicas)
         self._is_last = update
@@ -127,8 +127,8 @@ class DataParallel:
         (scaled / replicas.world_size).backward()
         if not update:
             return
-        for at in range(len(self._buckets)):
-            self._missing[at] = 0
+        for missing in self._missing:
+            missing.clear()
         self._start_reductions()
         if self._waits_for() is None:
             for at in range(len(self._buckets)):
@@ -167,12 +167,18 @@ class DataParallel:
                     f"{name}: expected a dense gradient, got {parameter.grad.layout}, "
                     f"which cannot be summed in a bucket; make its module with sparse=False"
                 )
+            if at < len(self._reductions):
+                raise ConfigError(
+                    f"{name}: expected its whole gradient by one backward pass a step, got more of it "
+                    f"after its sum over ranks had begun; call dp.backward with update=True once a "
+                    f"step, and torch.utils.checkpoint with use_reentrant=False"
+                )
             if parameter.grad is not bucket.grads[slot]:
                 bucket.views[slot].copy_(_part(parameter, parameter.grad))
                 parameter.grad = bucket.grads[slot]
                 bucket.used[slot] = 1
             if self._is_last:
-                self._missing[at] -= 1
+                self._missing[at].discard(slot)  # a layer that is used twice comes here twice
                 self._start_reductions()
 
         return arrived
@@ -182,7 +188,7 @@ class DataParallel:
         replicas = _joined(self._replicas)
         while len(self._reductions) < len(self._buckets):
             at = len(self._reductions)
-            if self._missing[at] > 0:
+            if self._missing[at]:
                 return
             bucket = self._buckets[at]
             for slot, index in enumerate(bucket.indices):
@@ -196,7 +202,7 @@ class DataParallel:
         reach("reduce", bucket=at)
         self._reductions[at].wait()
         if at == 0:
-            # A rank adds to this sum only once it has the whole step before: nobody undoes that now.
+            # All ranks have added to this sum, so all have the whole step before: it stays.
             self.optimizer.confirm()
         bucket = self._buckets[at]
         used = bucket.used.tolist()
@@ -303,6 +309,10 @@ class DataParallel:
         """See `Trainable`."""
         return self._entries.prepare(entry)
 
+    def allocate(self, entry: int) -> dict[str, Tensor]:
+        """See `Trainable`."""
+        return self._entries.allocate(entry)
+
     def fill(self, entry: int, tensors: Mapping[str, Tensor], version: int) -> None:
         """See `Trainable`."""
         self._entries.fill(entry, tensors, version)
@@ -315,7 +325,11 @@ class DataParallel:
         for parameter in self.optimizer.parameters:
             parameter.grad = None
         self._missing = [
-            sum(self.optimizer.parameters[i].requires_grad for i in bucket.indices)
+            {
+                slot
+                for slot, index in enumerate(bucket.indices)
+                if self.optimizer.parameters[index].requires_grad
+            }
             for bucket in self._buckets
         ]
 

@@ -38,7 +38,7 @@ class Rest:
 
     Attributes:
         shared_buffers: those of the module's state dict, which forward passes change, as BatchNorm
-            its running means; rank 0's count. The others are constants.
+            its running means; all ranks take rank 0's. The others are constants.
     """
 
     def __init__(

@@ -8,12 +8,13 @@ A rank that dies meanwhile begins the next recovery: every step of one can be re
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 
-from shared.comms import Group, all_gather
+from shared.comms import Group
 from shared.comms.init import abandon, is_message_failure
 from shared.comms.init import join as join_world
 from shared.errors import DataError
@@ -25,6 +26,15 @@ from swift.membership.member import Membership, NewWorld
 from swift.recovery.planner import decide
 from swift.recovery.transfer import list_fetches, move
 from swift.report import RecoveryReport
+from swift.training.agreement import (
+    HeldStates,
+    Sizes,
+    are_logged,
+    begin_equal,
+    expect_equal,
+    gather_sizes,
+    gather_texts,
+)
 from swift.training.checkpoints import Every
 from swift.training.data import reseed, set_current
 from swift.training.trainable import Fillable, Trainable
@@ -174,54 +184,82 @@ class Run:
         trainable.assign(world.rank, world.world_size)
         trainable.regroup(group)
         self._report.end("join")
-        table = _Table(group, trainable, checkpoint, is_filled=self._is_filled)
-        if world.epoch == 0:
-            self._begin_equal(group, trainable, table)
         sets = trainable.replica_sets(world.world_size)
-        decision = decide(
-            [{rank: table.versions[rank] for rank in ranks} for ranks in sets],
-            _are_logged(group, trainable, table, sets),
-        )
-        resume = table.checkpoint if world.epoch == 0 else 0
-        reason, num_bytes = decision.reason, 0
-        if decision.from_checkpoint or decision.target is None or resume > decision.target:
-            target = self._from_checkpoint(group, trainable, checkpoint, table, reason)
+        agreed = self._agree(group, trainable, checkpoint, sets)
+        self._report.end("undo")
+        target, held, sizes, reason = agreed.target, agreed.held, agreed.sizes, agreed.reason
+        num_bytes = 0
+        if target is None or sizes is None:
+            target = self._from_checkpoint(group, trainable, checkpoint, held, reason)
         else:
-            target = decision.target
-            injection.reach("undo")
-            trainable.undo(decision.undo.get(world.rank, []))
-            self._report.end("undo")
-            num_tensors, rest_bytes = _gather_sizes(group, trainable)
             num_bytes = move(
                 group,
                 trainable,
-                list_fetches(decision.fetch, sets),
+                list_fetches(agreed.fetch, sets),
                 target,
                 is_lost=not self._is_filled,
-                rest_bytes=rest_bytes,
-                num_tensors=num_tensors,
+                rest_bytes=sizes.rest_bytes,
+                num_tensors=sizes.num_tensors,
             )
-            if decision.replay:
-                why = self._replay(trainable, checkpoint, table, target, step_fn, seed)
+            if agreed.replays:
+                why = self._replay(trainable, checkpoint, held, target, step_fn, seed)
                 if why is not None:
                     reason = f"{why}; all ranks went back to the checkpoint"
-                    target = self._from_checkpoint(group, trainable, checkpoint, table, reason)
+                    target = self._from_checkpoint(group, trainable, checkpoint, held, reason)
         self._is_filled = True
         self._report.end("transfer")
         injection.reach("verify")
-        _compare(group, trainable, sets, target)
+        expect_equal(group, trainable, sets, target)
         self._step = target
         trainable.confirm(target)
         self._report.end("verify")
-        undone = len(decision.undo.get(world.rank, ()))
-        self._report.decide(reason, target, world.world_size, undone, num_bytes)
+        self._report.decide(reason, target, world.world_size, agreed.num_undone, num_bytes)
         return group
+
+    def _agree(
+        self, group: Group, trainable: Trainable, checkpoint: Every | None, sets: list[list[int]]
+    ) -> _Agreed:
+        """Decides where all go, and undoes what has to be for it.
+
+        A rank that cannot undo (it has fetched the step, or its gradient was changed) counts as
+        lost, and it is decided again.
+        """
+        num_undone, refused = 0, ""
+        while True:
+            held = HeldStates.gather(group, trainable, checkpoint, is_filled=self._is_filled)
+            resumes = held.is_untrained and held.checkpoint > 0
+            if held.is_untrained:
+                begin_equal(group, trainable, held, sets)
+            decision = decide(held.of(sets), are_logged(group, trainable, held, sets))
+            why = "no step was made yet, and there is a checkpoint" if resumes else decision.reason
+            reason = f"{why}{refused}"
+            if decision.from_checkpoint or resumes:
+                return _Agreed(held, reason, None, None, {}, num_undone, replays=False)
+            injection.reach("undo")
+            entries, refusal = decision.undo.get(group.rank, []), ""
+            try:
+                trainable.undo(entries)
+                num_undone += len(entries)
+            except DataError as error:
+                refusal, self._is_filled = str(error), False
+            sizes = gather_sizes(group, trainable, could_undo=not refusal)
+            if all(sizes.could_undo):
+                return _Agreed(
+                    held, reason, decision.target, sizes, decision.fetch, num_undone,
+                    replays=bool(decision.replay),
+                )  # fmt: skip
+            texts = gather_texts(group, refusal)
+            refused += "".join(
+                f"; rank {rank} counts as lost, as it could not undo: {text}"
+                for rank, text in enumerate(texts)
+                if text
+            )
 
     def _replay(
         self,
         trainable: Trainable,
         checkpoint: Every | None,
-        table: _Table,
+        held: HeldStates,
         target: int,
         step_fn: Callable[[int], Any],
         seed: int,
@@ -230,120 +268,53 @@ class Run:
 
         def load(entries: Fillable, place: int) -> None:
             assert checkpoint is not None, "there is one to begin with"
-            checkpoint.read(entries, place, table.checkpoint)
+            checkpoint.read(entries, place, held.checkpoint)
 
         def repeat(step: int, rank: int) -> None:
             reseed(seed, step, rank)
             step_fn(step)
 
         injection.reach("replay")
-        lost = [rank for rank, row in table.versions.items() if row is None]
-        return trainable.replay(target, lost, table.checkpoint, load, repeat)
-
-    def _begin_equal(self, group: Group, trainable: Trainable, table: _Table) -> None:
-        """Has ranks that were built unlike the first of their set be filled from it."""
-        found = all_gather(group, _digest(trainable))
-        for ranks in trainable.replica_sets(group.world_size):
-            for rank in ranks:
-                if not torch.equal(found[rank], found[ranks[0]]):
-                    table.versions[rank] = None
-                    self._is_filled = self._is_filled and rank != group.rank
+        lost = [rank for rank, row in held.versions.items() if row is None]
+        return trainable.replay(target, lost, held.checkpoint, load, repeat)
 
     def _from_checkpoint(
         self,
         group: Group,
         trainable: Trainable,
         checkpoint: Every | None,
-        table: _Table,
+        held: HeldStates,
         reason: str,
     ) -> int:
-        if checkpoint is None or table.checkpoint == 0:
+        if checkpoint is None or held.checkpoint == 0:
             raise DataError(
                 f"expected a checkpoint to go back to, got none: {reason}; give run.loop "
                 f"checkpoint=swift.Every(steps, folder)"
             )
-        checkpoint.load(group, trainable, table.checkpoint)
+        checkpoint.load(group, trainable, held.checkpoint)
         if not group.rank:
-            log_resumed(table.checkpoint, checkpoint.folder)
-        return table.checkpoint
+            log_resumed(held.checkpoint, checkpoint.folder)
+        return held.checkpoint
 
 
-class _Table:
-    """What all ranks hold, gathered.
+@dataclass(frozen=True, slots=True)
+class _Agreed:
+    """Where all ranks go.
 
     Attributes:
-        versions: by rank, of each entry; None of a rank that holds nothing.
-        checkpoint: the newest one that every rank sees.
+        held: what they hold.
+        reason: in a sentence.
+        target: None where it is the checkpoint.
+        sizes: for the transfer.
+        fetch: of the `Decision`.
+        num_undone: entries that this rank has undone.
+        replays: whether stages are replayed.
     """
 
-    def __init__(
-        self, group: Group, trainable: Trainable, checkpoint: Every | None, *, is_filled: bool
-    ) -> None:
-        mine = trainable.versions()
-        latest = 0 if checkpoint is None else checkpoint.latest()
-        heads = _gather_rows(group, [int(is_filled), latest])
-        self.versions: dict[int, list[int] | None] = {
-            rank: row if heads[rank][0] else None
-            for rank, row in enumerate(_gather_rows(group, mine))
-        }
-        self.checkpoint = min(row[1] for row in heads)
-
-
-def _gather_rows(group: Group, mine: list[int]) -> list[list[int]]:
-    """Every rank's numbers, which may differ in count."""
-    lengths = [int(one) for one in all_gather(group, torch.tensor([len(mine)]))]
-    padded = torch.zeros(max(lengths), dtype=torch.int64)
-    padded[: len(mine)] = torch.tensor(mine)
-    rows = all_gather(group, padded)
-    return [row[:length].tolist() for row, length in zip(rows, lengths, strict=True)]
-
-
-def _gather_sizes(group: Group, trainable: Trainable) -> tuple[dict[int, list[int]], list[int]]:
-    """By rank, how many tensors each entry has, and the bytes of the last one.
-
-    Behind the undoing, which takes away what a first step has made.
-    """
-    states = [trainable.state_of(entry) for entry in range(len(trainable.versions()))]
-    mine = [states[-1]["rest"].numel(), *(len(tensors) for tensors in states)]
-    rows = _gather_rows(group, mine)
-    return {rank: row[1:] for rank, row in enumerate(rows)}, [row[0] for row in rows]
-
-
-def _are_logged(
-    group: Group, trainable: Trainable, table: _Table, sets: list[list[int]]
-) -> list[bool] | None:
-    """Whether each set's messages are in the logs of all other sets' survivors."""
-    lost = [all(table.versions[rank] is None for rank in ranks) for ranks in sets]
-    if not any(lost) or all(lost):
-        return None
-    # Where one survivor is a step behind, the others undo theirs, and logs need not reach it.
-    alive = [ranks for ranks, is_lost in zip(sets, lost, strict=True) if not is_lost]
-    reached = decide([{rank: table.versions[rank] for rank in ranks} for ranks in alive]).target
-    has = reached is not None and trainable.logged(reached, table.checkpoint)
-    found = [bool(one) for one in all_gather(group, torch.tensor([int(has)]))]
-    survivors = [rank for rank, row in table.versions.items() if row is not None]
-    is_logged = all(found[rank] for rank in survivors)
-    return [is_logged for _ in sets]
-
-
-def _digest(trainable: Trainable) -> torch.Tensor:
-    tensors = [
-        tensor
-        for entry in range(len(trainable.versions()))
-        for tensor in trainable.state_of(entry).values()
-    ]
-    # A tensor of two halves, as 64 unsigned bits are no torch integer.
-    value = digest(tensors)
-    return torch.tensor([value >> 32, value & 0xFFFFFFFF])
-
-
-def _compare(group: Group, trainable: Trainable, sets: list[list[int]], target: int) -> None:
-    found = all_gather(group, _digest(trainable))
-    for ranks in sets:
-        odd = [rank for rank in ranks if not torch.equal(found[rank], found[ranks[0]])]
-        if odd:
-            raise DataError(
-                f"after the recovery to step {target}, ranks {odd} differ from rank {ranks[0]}, "
-                f"whose state they replicate; a parameter was changed outside the optimizer, or "
-                f"memory is faulty: go back to a checkpoint"
-            )
+    held: HeldStates
+    reason: str
+    target: int | None
+    sizes: Sizes | None
+    fetch: dict[int, dict[int, int]]
+    num_undone: int
+    replays: bool

@@ -25,8 +25,8 @@ class Fillable(Protocol):
         """Steps that each entry has had."""
         ...
 
-    def prepare(self, entry: int) -> dict[str, Tensor]:
-        """Tensors to be filled."""
+    def allocate(self, entry: int) -> dict[str, Tensor]:
+        """Tensors to be filled, apart from the state."""
         ...
 
     def fill(self, entry: int, tensors: Mapping[str, Tensor], version: int) -> None:
@@ -92,13 +92,17 @@ class Trainable(Protocol):
         """As `state_of`, with memory for what is not there yet; not called for the last entry."""
         ...
 
+    def allocate(self, entry: int) -> dict[str, Tensor]:
+        """As `prepare`, all in contiguous memory of its own: the state stays as it is until `fill`."""
+        ...
+
     def fill(self, entry: int, tensors: Mapping[str, Tensor], version: int) -> None:
         """Takes an entry that a peer or a checkpoint gave, and its version.
 
         Args:
             entry: which.
-            tensors: those of `prepare` filled in place, or others with the values to copy. Names of
-                optimizer state are missing where the giver has none.
+            tensors: those of `prepare` filled in place, or those of `allocate`, which are copied. Names
+                of optimizer state are missing where the giver has none.
             version: steps that it has had.
         """
         ...

@@ -12,12 +12,13 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from shared.errors import ConfigError, DataError
+from swift.injection import reach
 from swift.undo.adam_step import AdamStep, has_fused_step, run_adam_steps
 from swift.undo.applied_step import AppliedStep, SteppedWithoutGradient, UndoMemory
 from swift.undo.copied_step import CopiedStep
 from swift.undo.inverses import obstacle
 from swift.undo.inverted_step import InvertedStep, has_inverse
-from swift.undo.torch_step import Group, new_state, numbers, state_tensors, step_only
+from swift.undo.torch_step import Group, local, new_state, numbers, state_tensors, step_only
 
 __all__ = ["Mode", "Undoable", "undoable"]
 
@@ -152,6 +153,7 @@ class Undoable:
                 self._step_for_good(group, members)
             else:
                 self._step(group, members)
+        reach("mark")
         for index in indices:
             self.marks[index] += 1
 
@@ -229,12 +231,21 @@ class Undoable:
             `state_of(index)`, with arbitrary values in the state made here.
         """
         parameter = self._parameters[index]
-        if not self.optimizer.state.get(parameter):
-            group = next(g for g, _ in self._by_group([index]))
-            state = new_state(self.optimizer, group, parameter)
-            if state:
-                self.optimizer.state[parameter] = state
+        if not self.optimizer.state.get(parameter) and (state := self._new_state(index)):
+            self.optimizer.state[parameter] = state
         return self.state_of(index)
+
+    @torch.no_grad()
+    def allocate(self, index: int) -> dict[str, Tensor]:
+        """As `prepare`, in contiguous memory of its own: parameter and state stay as they are."""
+        parameter = self._parameters[index]
+        state = self.optimizer.state.get(parameter) or self._new_state(index)
+        tensors = {"param": parameter, **state}
+        return {
+            name: torch.empty_like(local(one), memory_format=torch.contiguous_format)
+            for name, one in tensors.items()
+            if isinstance(one, Tensor)
+        }
 
     def rebind(self, parameters: Sequence[Parameter], states: Sequence[dict[str, Any]]) -> None:
         """Step other parameters from now on, as many and in the same order; marks stay.
@@ -264,6 +275,10 @@ class Undoable:
         self._applied[index].clear()
         if steps == 0 and index not in self._begun:
             self.optimizer.state.pop(self._parameters[index], None)
+
+    def _new_state(self, index: int) -> dict[str, Any]:
+        group = next(group for group, _ in self._by_group([index]))
+        return new_state(self.optimizer, group, self._parameters[index])
 
     def _by_group(self, indices: Sequence[int]) -> Iterator[tuple[Group, list[int]]]:
         wanted, first = sorted(indices), 0

@@ -1,0 +1,204 @@
+"""What all ranks hold after a failure, gathered, so that each of them decides alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from shared.comms import Group, all_gather, all_gather_v
+from shared.errors import DataError
+from shared.kernels.digest import digest
+from swift.recovery.planner import decide
+from swift.training.checkpoints import Every
+from swift.training.trainable import Trainable
+
+__all__ = [
+    "HeldStates",
+    "Sizes",
+    "are_logged",
+    "begin_equal",
+    "expect_equal",
+    "gather_sizes",
+    "gather_texts",
+]
+
+Sets = Sequence[Sequence[int]]
+"""Ranks of each replica set."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeldStates:
+    """What all ranks hold.
+
+    Attributes:
+        versions: by rank, of each entry; None of a rank that holds nothing.
+        checkpoint: step of the newest one that every rank sees; 0: there is none.
+    """
+
+    versions: dict[int, list[int] | None]
+    checkpoint: int
+
+    @staticmethod
+    def gather(
+        group: Group, trainable: Trainable, checkpoint: Every | None, *, is_filled: bool
+    ) -> HeldStates:
+        """Gathers them.
+
+        Args:
+            group: all ranks, which call this together.
+            trainable: this rank's.
+            checkpoint: this rank's.
+            is_filled: whether this rank holds a state.
+
+        Raises:
+            CommError: a rank was lost.
+        """
+        latest = 0 if checkpoint is None else checkpoint.latest()
+        heads = _gather_rows(group, [int(is_filled), latest])
+        rows = _gather_rows(group, trainable.versions())
+        return HeldStates(
+            {rank: row if heads[rank][0] else None for rank, row in enumerate(rows)},
+            min(row[1] for row in heads),
+        )
+
+    @property
+    def is_untrained(self) -> bool:
+        """Whether all that is held is as it was built: no step was made, and no checkpoint read."""
+        held = [row for row in self.versions.values() if row is not None]
+        return bool(held) and not any(map(any, held))
+
+    def of(self, sets: Sets) -> list[dict[int, list[int] | None]]:
+        """The versions by replica set, as `decide` takes them."""
+        return [{rank: self.versions[rank] for rank in ranks} for ranks in sets]
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What a transfer has to know of all ranks, by rank.
+
+    Attributes:
+        num_tensors: of each entry.
+        rest_bytes: of the last entry.
+        could_undo: whether the rank has undone what it was to.
+    """
+
+    num_tensors: dict[int, list[int]]
+    rest_bytes: list[int]
+    could_undo: list[bool]
+
+
+def gather_sizes(group: Group, trainable: Trainable, *, could_undo: bool) -> Sizes:
+    """Gathers sizes; behind the undoing, which takes away what a first step has made.
+
+    Raises:
+        CommError: a rank was lost.
+    """
+    states = [trainable.state_of(entry) for entry in range(len(trainable.versions()))]
+    mine = [int(could_undo), states[-1]["rest"].numel(), *map(len, states)]
+    rows = _gather_rows(group, mine)
+    return Sizes(
+        {rank: row[2:] for rank, row in enumerate(rows)},
+        [row[1] for row in rows],
+        [bool(row[0]) for row in rows],
+    )
+
+
+def begin_equal(group: Group, trainable: Trainable, held: HeldStates, sets: Sets) -> None:
+    """Has ranks that were built unlike the first of their set be filled from it.
+
+    They keep what they were built with until then: should the first one die, they are filled from
+    the next.
+
+    Args:
+        group: all ranks, which call this together.
+        trainable: this rank's.
+        held: as built; without versions afterwards where a rank is to be filled.
+        sets: ranks of each replica set.
+
+    Raises:
+        CommError: a rank was lost.
+    """
+    found = all_gather(group, _digest(trainable))
+    for ranks in sets:
+        built = [rank for rank in ranks if held.versions[rank] is not None]
+        for rank in built:
+            if not torch.equal(found[rank], found[built[0]]):
+                held.versions[rank] = None
+
+
+def are_logged(
+    group: Group, trainable: Trainable, held: HeldStates, sets: Sets
+) -> list[bool] | None:
+    """Whether each set's messages are in the logs of all other sets' survivors.
+
+    Raises:
+        CommError: a rank was lost.
+    """
+    versions = held.of(sets)
+    lost = [all(row is None for row in each.values()) for each in versions]
+    if not any(lost) or all(lost):
+        return None
+    # Where one survivor is a step behind, the others undo theirs, and logs need not reach it.
+    alive = [each for each, is_lost in zip(versions, lost, strict=True) if not is_lost]
+    reached = decide(alive).target
+    has = reached is not None and trainable.logged(reached, held.checkpoint)
+    found = [bool(one) for one in all_gather(group, torch.tensor([int(has)]))]
+    survivors = [rank for rank, row in held.versions.items() if row is not None]
+    is_logged = all(found[rank] for rank in survivors)
+    return [is_logged for _ in sets]
+
+
+def expect_equal(group: Group, trainable: Trainable, sets: Sets, step: int) -> None:
+    """Compares digests of all ranks' states.
+
+    Args:
+        group: all ranks, which call this together.
+        trainable: this rank's.
+        sets: ranks of each replica set, which hold the same.
+        step: at which all are.
+
+    Raises:
+        DataError: ranks of a set differ.
+        CommError: a rank was lost.
+    """
+    found = all_gather(group, _digest(trainable))
+    for ranks in sets:
+        odd = [rank for rank in ranks if not torch.equal(found[rank], found[ranks[0]])]
+        if odd:
+            raise DataError(
+                f"after the recovery to step {step}, ranks {odd} differ from rank {ranks[0]}, "
+                f"whose state they replicate; a parameter was changed outside the optimizer, or "
+                f"memory is faulty: go back to a checkpoint"
+            )
+
+
+def gather_texts(group: Group, text: str) -> list[str]:
+    """Every rank's text.
+
+    Raises:
+        CommError: a rank was lost.
+    """
+    mine = torch.tensor(list(text.encode()), dtype=torch.uint8, device=group.device)
+    return [bytes(each.tolist()).decode() for each in all_gather_v(group, mine)]
+
+
+def _gather_rows(group: Group, mine: list[int]) -> list[list[int]]:
+    """Every rank's numbers, which may differ in count."""
+    lengths = [int(one) for one in all_gather(group, torch.tensor([len(mine)]))]
+    padded = torch.zeros(max(lengths), dtype=torch.int64)
+    padded[: len(mine)] = torch.tensor(mine)
+    rows = all_gather(group, padded)
+    return [row[:length].tolist() for row, length in zip(rows, lengths, strict=True)]
+
+
+def _digest(trainable: Trainable) -> torch.Tensor:
+    tensors = [
+        tensor
+        for entry in range(len(trainable.versions()))
+        for tensor in trainable.state_of(entry).values()
+    ]
+    # A tensor of two halves, as 64 unsigned bits are no torch integer.
+    value = digest(tensors)
+    return torch.tensor([value >> 32, value & 0xFFFFFFFF])

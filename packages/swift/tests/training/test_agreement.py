@@ -1,0 +1,86 @@
+"""What ranks do by what all of them hold: on two real ranks."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import swift
+from shared.comms import Group
+from shared.errors import DataError
+from swift.training.agreement import HeldStates, begin_equal, expect_equal, gather_sizes
+
+SETS = [[0, 1]]
+
+
+def make(seed=0):
+    torch.manual_seed(seed)
+    model = torch.nn.Linear(3, 2)
+    run = SimpleNamespace(rank=Group.world().rank, world_size=2, reads_whole_batches=False)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    dp = swift.DataParallel(model, swift.undoable(optimizer), run)
+    dp.regroup(Group.world())
+    return model, dp
+
+
+def step(dp, at):
+    dp.begin(at)
+    dp.backward(dp(torch.ones(1, 3)).sum())
+    dp.finish(at)
+
+
+def hold(dp, *, is_filled=True):
+    return HeldStates.gather(Group.world(), dp, None, is_filled=is_filled)
+
+
+def begin_unlike():
+    """Which ranks are to be filled, by which is lost."""
+    rank = Group.world().rank
+    _, dp = make(seed=rank)
+    found = []
+    for lost in (None, 0, 1):
+        held = hold(dp, is_filled=rank != lost)
+        assert held.is_untrained
+        begin_equal(Group.world(), dp, held, SETS)
+        found.append([rank for rank, row in held.versions.items() if row is None])
+    return found
+
+
+def compare():
+    rank = Group.world().rank
+    model, dp = make()
+    step(dp, 0)
+    held = hold(dp, is_filled=rank != 1)
+    assert not held.is_untrained
+    assert held.versions == {0: [1, 1, 1], 1: None}
+    sizes = gather_sizes(Group.world(), dp, could_undo=rank != 1)
+    assert sizes.could_undo == [True, False]
+    assert sizes.num_tensors == {rank: [2, 2, 1] for rank in range(2)}
+    expect_equal(Group.world(), dp, SETS, 1)
+    if rank == 1:
+        model.weight.data[0, 0] += 1
+    expect_equal(Group.world(), dp, [[0], [1]], 1)  # none replicates another
+    with pytest.raises(DataError) as caught:
+        expect_equal(Group.world(), dp, SETS, 1)
+    return str(caught.value)
+
+
+def do_all():
+    return begin_unlike(), compare()
+
+
+@pytest.fixture(scope="module")
+def found(two_ranks):
+    return two_ranks.run(do_all).results
+
+
+def test_those_built_unlike_the_first_that_lives_are_filled_from_it(found):
+    assert [unlike for unlike, _ in found] == [[[1], [0], [1]]] * 2
+
+
+def test_states_that_differ_end_the_recovery_and_name_the_ranks(found):
+    expected = (
+        "after the recovery to step 1, ranks [1] differ from rank 0, whose state they replicate; a "
+        "parameter was changed outside the optimizer, or memory is faulty: go back to a checkpoint"
+    )
+    assert [text for _, text in found] == [expected] * 2
