@@ -1,6 +1,8 @@
 """The first day's steps are all that pages, help texts and examples tell, and a difference is told."""
 
+import json
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -9,8 +11,11 @@ from rich.console import Console
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tools"))
 
+import numpy as np
+
 import day_one
 from adaqp.graphs.formats import read
+from adaqp.training.predictions import read_wanted
 from first_day.inputs import write_inputs
 from first_day.steps import Step, read_steps
 from hydraulis.data import read_lengths
@@ -42,7 +47,12 @@ def test_steps_are_all_that_a_package_tells_its_users(package):
 
 
 PAGES = {
-    "pyproject.toml": '[project]\nname = "meshyard-swift"\nscripts = {tiny = "tiny.cli:main"}\n',
+    "pyproject.toml": """
+[project]
+name = "meshyard-swift"
+scripts = {tiny = "tiny.cli:main"}
+optional-dependencies = {more = ["pandas>=2", "dgl==1.1; python_version < '3.12'"], test = ["pytest"]}
+""",
     "README.md": """
 ```
 pip install ./packages/tiny
@@ -53,7 +63,16 @@ tiny show mine      # the first
 a = 1
 ```
 """,
-    "docs/guide.md": """
+    "docs/guide.md": """# tiny: guide
+
+## Install
+
+`more` brings more.
+
+## Use
+
+`test` is no extra here.
+
 ```
 pip install './packages/tiny[more]'
 tiny show mine
@@ -116,6 +135,12 @@ def test_a_line_is_run_once_and_what_is_the_users_own_is_not(tiny):
     }
     (guide,) = [step for step in steps if step.line == "python guide.py"]
     assert guide.python == "b = 2\n\nd = 4\n"
+    for step in steps:
+        extras = {"meshyard-swift[more]", "pandas", "dgl"}
+        assert step.may_lack == (set() if step.kind in ("install", "readme") else extras), step.key
+
+
+MAY_LACK = {"may_lack": frozenset({"pandas", "mine[more]"})}
 
 
 def ended(kind, line, tmp_path, **more):
@@ -135,7 +160,22 @@ def test_a_line_that_ends_well_has_no_fault(tmp_path):
     ("kind", "line", "expected", "fault"),
     [
         ("readme", "echo no >&2; exit 3", {}, "expected status 0, got 3: no"),
-        ("guide", "echo 'expected it; pip install pandas'; exit 1", {}, ""),
+        ("guide", "echo 'expected it; pip install pandas'; exit 1", MAY_LACK, ""),
+        ("guide", "echo 'needs it; do `pip install '\\''pandas>=2'\\''`'; exit 1", MAY_LACK, ""),
+        (
+            "guide",
+            "echo 'pip install '\\''mine[more]'\\'', or pip install pandas'; exit 1",
+            MAY_LACK,
+            "",
+        ),
+        (
+            "guide",
+            "echo 'expected it; pip install scipy'; exit 1",
+            MAY_LACK,
+            "expected status 0, got 1: expected it; pip install scipy",
+        ),
+        ("guide", "echo 'pip install pandas'; exit 2", MAY_LACK, "expected status 0, got 2"),
+        ("readme", "echo 'pip install pandas'; exit 1", {}, "expected status 0, got 1"),
         (
             "install",
             "echo Successfully installed nvidia-cublas torch",
@@ -146,7 +186,7 @@ def test_a_line_that_ends_well_has_no_fault(tmp_path):
         (
             "guide",
             "echo Traceback; echo 'pip install pandas'; exit 1",
-            {},
+            MAY_LACK,
             "expected status 0, got 1",
         ),
         ("mistake", "echo rows: no; exit 1", {"status": 1, "expects": "rows"}, ""),
@@ -191,6 +231,30 @@ def test_a_server_is_interrupted_and_that_is_right(tmp_path, monkeypatch):
     line = "exec python3 -c 'import time\ntry: time.sleep(60)\nexcept KeyboardInterrupt: pass' serve-memory"
     found = ended("guide", line, tmp_path)
     assert (found.status, found.fault) == (0, "")
+
+
+def test_what_a_step_leaves_running_is_ended_with_it(tmp_path):
+    found = ended("readme", "sleep 60 & echo $! > pid", tmp_path)
+    assert (found.status, found.fault) == (0, "")
+    pid = int((tmp_path / "pid").read_text())
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{pid}/stat").exists() and " Z " not in Path(f"/proc/{pid}/stat").read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_server_that_does_not_end_when_interrupted_is_a_fault(tmp_path, monkeypatch):
+    monkeypatch.setattr(day_one, "SERVE_S", 0.3)
+    step = Step(kind="guide", line="trap '' INT; echo serve-memory; sleep 60; sleep 60")
+    found = day_one.run_step(step, tmp_path, {"PATH": "/usr/bin:/bin"}, limit_s=0.3)
+    assert found.status is None
+    assert found.fault.startswith("expected an end within")
+    assert found.seconds < 20
+
+
+def test_a_server_that_fails_at_once_is_a_fault(tmp_path):
+    found = ended("guide", "echo serve-memory: no; exit 1", tmp_path)
+    assert (found.status, found.fault) == (1, "expected status 0, got 1: serve-memory: no")
 
 
 def test_what_is_not_run_says_why_and_is_no_fault(tmp_path):
@@ -244,11 +308,32 @@ def test_the_table_names_all_steps_and_the_status_tells_faults(one_package, caps
     assert one_package([good]) == 0
     text = capsys.readouterr().out
     assert "readme: echo [fine]; exit 0" in text
-    assert "memo: 1 steps, 0 differ from what is expected" in text
-    assert one_package([good, bad]) == 1
+    assert "memo: 1 steps, 0 not run, 0 differ from what is expected\n" in text
+    left = Step(kind="help", line="long", why_not="the long form")
+    assert one_package([good, bad, left]) == 1
     text = capsys.readouterr().out
     assert "DIFFERS, expected status 0, got 4: broken" in text
-    assert "memo: 2 steps, 1 differ" in text
+    assert "memo at abc" in text
+    assert "memo: 3 steps, 1 not run, 1 differ from what is expected\n" in text
+
+
+def test_only_what_differed_is_run_again_after_an_installation(
+    one_package, tmp_path, monkeypatch, capsys
+):
+    steps = [
+        Step(kind="install", line="echo install >> done"),
+        Step(kind="readme", line="echo good >> done"),
+        Step(kind="readme", line="echo bad >> done; test -e ../mended"),
+    ]
+    assert one_package(steps) == 1
+    monkeypatch.setattr(day_one, "read_commit", lambda: "def")
+    (tmp_path / "mended").touch()
+    capsys.readouterr()
+    assert one_package(steps, "--differing") == 0
+    lines = (tmp_path / "memo" / "done").read_text().split()
+    assert lines == ["install", "good", "bad", "install", "bad"]
+    told = "memo: 3 steps, 0 not run, 0 differ from what is expected; 1 ran at an earlier commit\n"
+    assert told in capsys.readouterr().out
 
 
 def test_another_commit_or_again_begins_anew(one_package, tmp_path, monkeypatch):
@@ -278,5 +363,14 @@ def test_inputs_are_what_packages_read(tmp_path):
     assert read(tmp_path / "graph.npz").num_nodes == 400
     for name in ("events.csv", "events.parquet"):
         assert len(read_events(tmp_path / name)) == 600
-    assert (tmp_path / "model" / "config.json").exists()
+    visits = read_events(tmp_path / "visits.csv", src="user", dst="item", t="when")
+    assert len(visits) == 600
+    new = read_events(tmp_path / "new.csv", src="user", dst="item", t="when")
+    assert set(new.nodes.ids) <= set(visits.nodes.ids)
+    assert new.t.min() > visits.t.max()
+    assert np.loadtxt(tmp_path / "table.csv", delimiter=",", skiprows=1).shape == (400, 3)
+    assert read_wanted(tmp_path, tmp_path / "wanted.csv").nodes.tolist() == list(range(20))
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    assert config["vocab_size"] % 4 == 0
+    write_inputs(tmp_path)  # again, as each run does
     assert (tmp_path / "empty.csv").read_text() == ""

@@ -4,7 +4,8 @@ For each package it makes a fresh environment with nothing but what the README n
 every line and block of README and guide, the demo, the examples of every `--help`, every script of
 examples/ and the common mistakes. It prints a table (step, exit status, seconds, first line) and
 ends with 1 if anything differs from what is expected. Results lie in report/day-one/PACKAGE; a run
-that was interrupted resumes there, unless the commit is another one or `--again` is given.
+that was interrupted resumes there. At another commit, or with `--again`, it begins anew, but with
+`--differing` only what differed is run again, after a new installation.
 
 torch's CPU build has to be found by find-links (PIP_FIND_LINKS or pip's own setting): without it pip
 would fetch CUDA's packages.
@@ -13,6 +14,7 @@ would fetch CUDA's packages.
 import argparse
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -20,7 +22,8 @@ import sys
 import time
 import venv
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from zlib import crc32
 
@@ -49,6 +52,7 @@ class Outcome:
         seconds: how long it took.
         line: the first line that it printed, or why it was not run.
         fault: how it differs from what is expected; empty if it does not.
+        commit: what was checked out.
     """
 
     key: str
@@ -56,6 +60,7 @@ class Outcome:
     seconds: float
     line: str
     fault: str = ""
+    commit: str = ""
 
 
 def find_fault(step: Step, status: int | None, text: str) -> str:
@@ -73,8 +78,13 @@ def find_fault(step: Step, status: int | None, text: str) -> str:
         return ""
     if step.kind == "install" and " nvidia-" in text:
         return "expected torch's CPU build, got CUDA's packages"
-    # An extra that the README does not name may be missing, if that is told in a sentence.
-    if status == 1 and "pip install" in last and "Traceback" not in text:
+    asked_for = re.findall(r"pip install '?([\w-]+(?:\[\w+\])?)", last)
+    if (
+        status == 1
+        and asked_for
+        and step.may_lack.issuperset(asked_for)
+        and "Traceback" not in text
+    ):
         return ""
     return "" if status == step.status else f"expected status {step.status}, got {status}: {last}"
 
@@ -92,7 +102,6 @@ def run_step(step: Step, folder: Path, env: dict[str, str], limit_s: float = LIM
         return Outcome(key=step.key, status=None, seconds=0.0, line=f"not run: {step.why_not}")
     if step.python:
         (folder / step.line.split()[1]).write_text(step.python, encoding="utf-8")
-    serves = "serve-memory" in step.line
     log = folder / "output" / f"{crc32(step.key.encode()):08x}.txt"
     log.parent.mkdir(exist_ok=True)
     begun = time.monotonic()
@@ -107,15 +116,11 @@ def run_step(step: Step, folder: Path, env: dict[str, str], limit_s: float = LIM
             start_new_session=True,
         )
         try:
-            status: int | None = child.wait(SERVE_S if serves else limit_s)
-        except subprocess.TimeoutExpired:
-            os.killpg(child.pid, signal.SIGINT if serves else signal.SIGKILL)
-            status = child.wait(limit_s)
-            status = 0 if serves and status in (0, 130) else None
-        except KeyboardInterrupt:
-            os.killpg(child.pid, signal.SIGKILL)
+            status = _wait(child, limit_s, serves="serve-memory" in step.line)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
             child.wait()
-            raise
     text = log.read_text(encoding="utf-8", errors="replace")
     first = next((line.strip() for line in text.splitlines() if line.strip()), "")
     return Outcome(
@@ -127,21 +132,53 @@ def run_step(step: Step, folder: Path, env: dict[str, str], limit_s: float = LIM
     )
 
 
+def _wait(child: subprocess.Popen[bytes], limit_s: float, *, serves: bool) -> int | None:
+    """The exit status, None after the time limit; a server is interrupted, and may end by that."""
+    with suppress(subprocess.TimeoutExpired):
+        if not serves:
+            return child.wait(limit_s)
+        try:
+            return child.wait(SERVE_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(child.pid, signal.SIGINT)
+        status = child.wait(limit_s)
+        return 0 if status == 130 else status
+    return None
+
+
 def run_steps(
-    steps: Iterable[Step], folder: Path, env: dict[str, str], console: Console
+    steps: Iterable[Step],
+    folder: Path,
+    env: dict[str, str],
+    console: Console,
+    commit: str = "",
+    *,
+    only_differing: bool = False,
 ) -> list[Outcome]:
     """Runs the steps that no earlier run has finished, and returns the outcomes of all.
 
-    Outcomes are appended to `outcomes.jsonl` in the folder as they come.
+    Args:
+        steps: the steps.
+        folder: where they are run; outcomes are appended to `outcomes.jsonl` there as they come.
+        env: the environment's variables.
+        console: where progress is shown.
+        commit: what is checked out.
+        only_differing: installations, and steps that differed, are run again.
     """
     file = folder / "outcomes.jsonl"
     lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
     known = {record["key"]: Outcome(**record) for record in map(json.loads, lines)}
+    if only_differing:
+        known = {
+            key: one
+            for key, one in known.items()
+            if not one.fault and not key.startswith("install: ")
+        }
     found = []
     for step in steps:
         if step.key not in known:
             console.print(f"{folder.name}: {step.key}", markup=False, highlight=False)
-            known[step.key] = run_step(step, folder, env)
+            known[step.key] = replace(run_step(step, folder, env), commit=commit)
             with file.open("a", encoding="utf-8") as out:
                 out.write(json.dumps(asdict(known[step.key])) + "\n")
         found.append(known[step.key])
@@ -164,7 +201,7 @@ def prepare(package: str, folder: Path, links: str) -> dict[str, str]:
     if not (folder / "venv" / "bin" / "python").exists():
         folder.mkdir(parents=True, exist_ok=True)
         venv.create(folder / "venv", with_pip=True)
-        write_inputs(folder)
+    write_inputs(folder)
     hidden = ("PYTHON", "HATCH", "VIRTUAL_ENV", "MESHYARD", "COVERAGE", "PYTEST", "UV_")
     env = {name: value for name, value in os.environ.items() if not name.startswith(hidden)}
     env |= {
@@ -188,9 +225,9 @@ def read_commit() -> str:
     return done.stdout.strip()
 
 
-def draw_table(package: str, outcomes: list[Outcome]) -> Table:
+def draw_table(title: str, outcomes: list[Outcome]) -> Table:
     """The table of a package's outcomes."""
-    table = Table(title=package, title_justify="left", box=None, pad_edge=False)
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     for name in ("step", "exit", "seconds", "first line"):
         table.add_column(
             name, justify="right" if name in ("exit", "seconds") else "left", max_width=70
@@ -209,6 +246,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="hatch run day-one", description=__doc__.split("\n\n")[0])
     parser.add_argument("packages", nargs="*", choices=[*every, []], help="all by default")
     parser.add_argument("--again", action="store_true", help="begin anew")
+    parser.add_argument(
+        "--differing", action="store_true", help="run again what differed, at any commit"
+    )
     parser.add_argument("--list", action="store_true", help="list the steps and run none")
     options = parser.parse_args(argv)
     console, is_right = Console(width=None if sys.stdout.isatty() else 200), True
@@ -223,15 +263,19 @@ def main(argv: list[str] | None = None) -> int:
             continue
         folder, commit = FOLDER / package, read_commit()
         told = folder / "commit.txt"
-        if options.again or not told.exists() or told.read_text() != commit:
+        is_same = told.exists() and (options.differing or told.read_text() == commit)
+        if options.again or not is_same:
             shutil.rmtree(folder, ignore_errors=True)
         env = prepare(package, folder, links)
         told.write_text(commit)
-        outcomes = run_steps(steps, folder, env, console)
-        console.print(draw_table(package, outcomes))
+        outcomes = run_steps(steps, folder, env, console, commit, only_differing=options.differing)
+        console.print(draw_table(f"{package} at {commit}", outcomes))
         num_faults = sum(bool(one.fault) for one in outcomes)
+        num_left = sum(bool(step.why_not) for step in steps[: len(outcomes)])
+        num_earlier = sum(one.commit != commit for one in outcomes)
         console.print(
-            f"{package}: {len(outcomes)} steps, {num_faults} differ from what is expected"
+            f"{package}: {len(outcomes)} steps, {num_left} not run, {num_faults} differ from what "
+            f"is expected" + (f"; {num_earlier} ran at an earlier commit" if num_earlier else "")
         )
         is_right &= not num_faults
     return int(not is_right)

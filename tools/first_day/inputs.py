@@ -18,20 +18,27 @@ hosts:
 
 
 def write_inputs(folder: Path) -> None:
-    """Writes all files into a folder: tables of events, a graph, lengths, a model, prompts, a trace."""
+    """Writes all files into a folder: tables, a graph, lengths, a model, prompts, texts, a trace."""
     script = _ROOT / "packages/swift/examples/train_replicas.py"
     (folder / "train.py").write_text(script.read_text(encoding="utf-8"), encoding="utf-8")
     (folder / "cluster.yaml").write_text(_CLUSTER)
     _write_events(folder)
+    _write_visits(folder)
     _write_graph(folder / "graph.npz")
     lengths = [37 * at % 4000 + 1 for at in range(200)]
     (folder / "lengths.txt").write_text("".join(f"{length}\n" for length in lengths))
     (folder / "trace.csv").write_text("lower,upper,size\n0,4,1024\n1,3,2048\n3,6,4096\n")
     prompts = [f"The verse number {at} says that" for at in range(12)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(one) + "\n" for one in prompts))
-    (folder / "texts").mkdir()
+    (folder / "texts").mkdir(exist_ok=True)
     for at, prompt in enumerate(prompts, 1):
         (folder / "texts" / f"{at}.txt").write_text(f"{prompt}\n" * 20 * at)
+    (folder / "text.txt").write_text("".join(f"{prompt}\n" for prompt in prompts) * 20)
+    numbers = [(at % 7, at % 5, at % 7 - at % 5) for at in range(400)]
+    (folder / "table.csv").write_text(
+        "one,two,difference\n" + "".join(f"{a},{b},{c}\n" for a, b, c in numbers)
+    )
+    (folder / "wanted.csv").write_text("id\n" + "".join(f"{at}\n" for at in range(20)))
     _write_model(folder / "model")
 
 
@@ -52,6 +59,33 @@ def _write_events(folder: Path) -> None:
     names = {"src": "from", "dst": "to"}
     events.rename(columns=names).to_csv(folder / "other.csv", index=False)
     (folder / "empty.csv").write_text("")
+
+
+def _write_visits(folder: Path) -> None:
+    """Visits by ids and dates of the user's own; later ones, which are also flights after 2013."""
+    import pandas as pd
+
+    def make(hours: range) -> pd.DataFrame:
+        return pd.DataFrame(
+            {
+                "user": [f"user {at * 7 % 40}" for at in hours],
+                "item": [f"item {at * 5 % 20}" for at in hours],
+                "when": pd.Timestamp("2024-05-01") + pd.to_timedelta(list(hours), "h"),
+                "amount": [at % 9 / 9 for at in hours],
+                "note": ["cash" if at % 2 else "card" for at in hours],
+            }
+        )
+
+    make(range(600)).to_csv(folder / "visits.csv", index=False, date_format="%Y-%m-%dT%H:%M:%S")
+    # 4,037 aircraft, then 104 airports, as shared.data.flights numbers them.
+    rows = range(600, 640)
+    new = make(rows).assign(
+        src=[at * 7 % 4037 for at in rows],
+        dst=[4037 + at % 104 for at in rows],
+        t=[1_390_000_000 + at for at in rows],
+    )
+    new.to_csv(folder / "new.csv", index=False, date_format="%Y-%m-%dT%H:%M:%S")
+    new.to_parquet(folder / "new.parquet", index=False)
 
 
 def _write_graph(path: Path) -> None:
@@ -86,8 +120,9 @@ def _write_model(folder: Path) -> None:
     ]
     tokenizer = Tokenizer(models.WordLevel({word: at for at, word in enumerate(words)}, "[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    # Four tensor shards divide the vocabulary, as an example of `hybridflow plan` has them.
     config = LlamaConfig(
-        vocab_size=len(words), hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+        vocab_size=len(words) + -len(words) % 4, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=4096,
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(folder)

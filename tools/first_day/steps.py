@@ -5,8 +5,9 @@ Nothing is imported from the package: it is installed later, alone.
 
 import re
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from first_day.mistakes import MISTAKES
 
@@ -18,6 +19,7 @@ _THEIRS = re.compile(
     r"\.\.\.|HOST:|\b10\.0\.0\.|\b0\.0\.0\.0|:29500|--nnodes|s3://|/nfs/|/models/|/local/"
     r"|\./my-model|\bmy\.yaml|\bsnapshot\.pickle|\bprofile\.json"
 )
+_NAME = re.compile(r"[\w-]+")
 _ROOT = Path(__file__).parents[2]
 _RUNNERS = ("python ", "torchrun ", "meshyard-swift run ")
 
@@ -33,6 +35,8 @@ class Step:
         status: the exit status that is expected.
         expects: a text that the output has to contain; of a mistake, its last line.
         why_not: why the line is not run; empty if it is.
+        may_lack: what the README does not install and the guide has an extra for: the line may end
+            with a sentence that asks for one of them.
     """
 
     kind: str
@@ -41,6 +45,7 @@ class Step:
     status: int = 0
     expects: str = ""
     why_not: str = ""
+    may_lack: frozenset[str] = frozenset()
 
     @property
     def key(self) -> str:
@@ -52,11 +57,15 @@ def read_steps(home: Path) -> list[Step]:
     """Reads the steps of the package whose folder is `home`, in the order in which they are run."""
     project = tomllib.loads((home / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     (prog,) = project["scripts"]
-    steps = [
-        *_read_page(home, "README.md", "readme"),
+    extras = _read_extras(home, project)
+    told = [
         *_read_page(home, "docs/guide.md", "guide"),
         *(_line("help", line) for line in _read_examples(home)),
         *(step for script in sorted(home.glob("examples/*.py")) for step in _read_script(script)),
+    ]
+    steps = [
+        *_read_page(home, "README.md", "readme"),
+        *(replace(step, may_lack=extras) for step in told),
         *(
             Step(kind="mistake", line=line.replace("PROG", prog), status=status, expects=expects)
             for line, status, expects in (*MISTAKES["all"], *MISTAKES[home.name])
@@ -83,6 +92,17 @@ def _read_page(home: Path, page: str, kind: str) -> list[Step]:
     if python:
         steps.append(Step(kind=kind, line=f"python {kind}.py", python=python))
     return steps
+
+
+def _read_extras(home: Path, project: dict[str, Any]) -> frozenset[str]:
+    """What the extras that the guide names under `## Install` bring, and `NAME[EXTRA]` for each."""
+    guide = (home / "docs" / "guide.md").read_text(encoding="utf-8")
+    section = guide.partition("\n## Install\n")[2].partition("\n## ")[0]
+    found = set()
+    for extra, needed in project.get("optional-dependencies", {}).items():
+        if f"`{extra}`" in section:
+            found |= {f"{project['name']}[{extra}]", *(_NAME.match(one)[0] for one in needed)}
+    return frozenset(found)
 
 
 def _read_examples(home: Path) -> list[str]:

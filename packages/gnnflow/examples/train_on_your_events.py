@@ -1,6 +1,6 @@
 """Trains TGAT on a table of events, increment by increment, and prints how well it predicts each.
 
-    python train_on_your_events.py events.parquet --every 1D
+    python train_on_your_events.py events.csv --every 1D
     python train_on_your_events.py                # a small generated stream
 
 The table has columns src, dst and t (other names: --src user --dst item --t when): ids, which may be

@@ -1,6 +1,6 @@
 """Trains one TGN on several workers that share each batch, with the results of one worker.
 
-torchrun --nproc-per-node 2 train_on_workers.py events.parquet
+torchrun --nproc-per-node 2 train_on_workers.py events.csv
 python train_on_workers.py              # one worker, to compare: the same losses up to rounding
 """
 

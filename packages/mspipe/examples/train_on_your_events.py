@@ -1,6 +1,6 @@
 """Trains TGN on a table of events and tests it beside EdgeBank, which only remembers pairs.
 
-    python train_on_your_events.py events.parquet --epochs 3
+    python train_on_your_events.py events.csv --epochs 3
     python train_on_your_events.py                               # a small generated stream
     python train_on_your_events.py --place tcp://10.0.0.2:7000   # memory on another machine,
                                                                  # mspipe serve-memory runs there

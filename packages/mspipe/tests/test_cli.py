@@ -176,7 +176,11 @@ def test_a_mode_that_forwards_and_is_stale_is_refused():
 @pytest.mark.parametrize(
     ("args", "told"),
     [
-        (["plan", "--stages", "2,3,2"], "got 3 numbers"),
+        (
+            ["plan", "--stages", "2,3,2"],
+            "stages: expected five numbers (sample, features, memory, train, write), got 3",
+        ),
+        (["simulate", "--stages", "2,3,2"], "stages: expected five numbers"),
         (["plan", "--stages", "2,x"], "stages: expected five numbers"),
         (["simulate", "--stages", "1,1,1,1,1", "--jitter", "2"], "jitter: expected a share"),
         (["train", "zipf:5"], "expected zipf:NODES:EVENTS"),

@@ -105,7 +105,7 @@ def test_nothing_takes_no_time():
 
 def test_bad_input(unchecked):
     for stage_s, told in (
-        ([1, 2, 3, 4], "got 4 numbers"),
+        ([1, 2, 3, 4], "got 4"),
         ([1, 2, 3, 4, -1], "write: expected finite seconds"),
         ([1, 2, float("nan"), 4, 1], "memory: expected finite"),
         ([1, 2, 3, float("inf"), 1], "train: expected finite"),

@@ -340,7 +340,7 @@ class Export(JsonOption):
     """Write the actor of a checkpoint as a Hugging Face folder, the next recipe's model.
 
     Examples:
-        hybridflow export grpo-sort --checkpoint run1 --out model
+        hybridflow export grpo-sort --checkpoint run1 --out sorter
         hybridflow export my.yaml --checkpoint run2 --out model --set steps=200
     """
 

@@ -252,9 +252,7 @@ class PlanStages(JsonOption):
 
     def execute(self) -> None:
         """Prints the plan."""
-        from mspipe.planner import plan
-
-        found = plan(_read_numbers(self.stages))
+        found = _read_plan(self.stages)
         self.print_result(_plan_record(found), found)
 
 
@@ -299,7 +297,7 @@ class Simulate(JsonOption):
         if self.trace is not None:
             self.trace.parent.mkdir(parents=True, exist_ok=True)  # before the work, not after it
         draw = np.random.default_rng(self.seed).uniform(-1, 1, (self.iterations, 5))
-        times = np.array(_read_numbers(self.stages)) * (1 + self.jitter * draw)
+        times = np.array(_read_plan(self.stages).stage_s) * (1 + self.jitter * draw)
         found = simulate(
             times, mode=self.mode, max_staleness=self.max_staleness, depth=self.depth,
             is_delayed=not self.eager,
@@ -406,11 +404,15 @@ def _plan_record(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _read_numbers(text: str) -> list[float]:
+def _read_plan(stages: str) -> Plan:
+    from mspipe.planner import plan
+
     try:
-        return [float(part) for part in text.split(",")]
+        return plan([float(part) for part in stages.split(",")])
+    except ConfigError:
+        raise
     except ValueError as error:
-        raise ConfigError(f"stages: expected five numbers with commas, got {text!r}") from error
+        raise ConfigError(f"stages: expected five numbers with commas, got {stages!r}") from error
 
 
 def _read(settings: _Run, data: str) -> Events:

@@ -115,7 +115,8 @@ def plan(stage_s: Sequence[float]) -> Plan:
     """
     found = tuple(float(s) for s in stage_s)
     if len(found) != len(STAGES):
-        raise ConfigError(f"expected the seconds of {', '.join(STAGES)}, got {len(found)} numbers")
+        told = ", ".join(STAGES)
+        raise ConfigError(f"stages: expected five numbers ({told}), got {len(found)}")
     for name, seconds in zip(STAGES, found, strict=True):
         if not 0 <= seconds < math.inf:
             raise ConfigError(f"{name}: expected finite seconds of 0 or more, got {seconds}")
