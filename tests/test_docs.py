@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from collections import Counter
 from html import unescape
 from html.parser import HTMLParser
@@ -23,6 +24,7 @@ from docs.pages import PageError, find_pages, read_project, write_pages
 from rules.package import find_packages
 
 PACKAGES = find_packages(ROOT)
+BUILD_LIMIT_S = 120
 
 
 class Page(HTMLParser):
@@ -75,6 +77,9 @@ def site(tmp_path_factory):
     if not shutil.which("hatch"):
         pytest.skip("needs hatch on the path, which makes the environment of the site")
     out = tmp_path_factory.mktemp("docs") / "site"
+    # The environment is made before the time counts.
+    subprocess.run(["hatch", "run", "docs:python", "-c", ""], cwd=ROOT, check=True)
+    begun = time.monotonic()
     done = subprocess.run(
         ["hatch", "run", "docs:site", "--out", out],
         cwd=ROOT,
@@ -83,6 +88,7 @@ def site(tmp_path_factory):
         text=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    assert time.monotonic() - begun < BUILD_LIMIT_S
     return out
 
 

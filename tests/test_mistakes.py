@@ -1,5 +1,6 @@
 """The same mistake has the same sentence in every package, and Ctrl-C ends every command in one line."""
 
+import json
 import os
 import signal
 import subprocess
@@ -10,35 +11,129 @@ from pathlib import Path
 
 import pytest
 
-EMPTY = {
-    "adaqp": ("graph.npz", "a graph", ["partition", "FILE", "--out", "DIR/parts"]),
-    "gnnflow": ("events.csv", "a table", ["info", "FILE"]),
-    "hybridflow": ("recipe.yaml", "a recipe as YAML", ["train", "FILE"]),
-    "hydraulis": (
+PROGRAMS = {
+    "adaqp": "adaqp", "bytecheckpoint": "bytecheckpoint", "gnnflow": "gnnflow",
+    "hybridflow": "hybridflow", "hydraulis": "hydraulis", "llmpq": "llmpq", "memo": "memo",
+    "mspipe": "mspipe", "swift": "meshyard-swift",
+}  # fmt: skip
+# A file of the user's by the package that reads it: its name, what it should hold, the command.
+FILES = [
+    ("adaqp", "graph.npz", "a graph", ["partition", "FILE", "--out", "DIR/parts"]),
+    ("gnnflow", "events.csv", "a table", ["info", "FILE"]),
+    ("hybridflow", "recipe.yaml", "a recipe as YAML", ["train", "FILE"]),
+    (
+        "hydraulis",
         "lengths.txt",
         "lengths, a number on each line",
         ["plan", "FILE", "--ranks", "2", "--cap", "8"],
     ),
-    "llmpq": (
+    (
+        "hydraulis",
+        "cost.json",
+        "a cost",
+        ["plan", "DIR/lengths.txt", "--ranks", "2", "--cap", "8", "--cost", "FILE"],
+    ),
+    (
+        "llmpq",
         "prompts.jsonl",
         "prompts as JSON Lines",
         ["sensitivity", "DIR/model", "--prompts", "FILE"],
     ),
-    "memo": ("trace.csv", "intervals", ["pack", "FILE"]),
-    "mspipe": ("events.csv", "a table", ["train", "FILE"]),
+    (
+        "llmpq",
+        "cluster.yaml",
+        "a cluster as YAML",
+        ["plan", "DIR/model", "--cluster", "FILE", "--prompts", "DIR/prompts.jsonl"],
+    ),
+    ("llmpq", "plan.json", "a plan", ["simulate", "FILE"]),
+    ("memo", "trace.csv", "intervals", ["pack", "FILE"]),
+    ("memo", "snapshot.pickle", "a CUDA memory snapshot", ["replay", "FILE"]),
+    ("mspipe", "events.csv", "a table", ["train", "FILE"]),
+    ("swift", "profile.json", "a profile", ["plan-logs", "FILE", "--budget", "2GB"]),
+]
+# What may be named in place of a file.
+OTHERS = {
+    "a graph": "a file or folder",
+    "a table": "a file or folder",
+    "a recipe as YAML": "a recipe as YAML, or one of RECIPES",
+}
+TEXTS = [one for one in FILES if one[1].endswith((".yaml", ".json", ".jsonl", ".txt"))]
+
+
+@pytest.fixture
+def tell(tmp_path, monkeypatch, capsys):
+    """Runs a package's command, which fails, and returns what it says without the name."""
+    config = {"model_type": "llama", "vocab_size": 8, "num_hidden_layers": 2}
+    config |= {"hidden_size": 8, "intermediate_size": 8}
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(
+        json.dumps(config | {"num_attention_heads": 2, "num_key_value_heads": 2})
+    )
+    (tmp_path / "lengths.txt").write_text("5\n")
+    monkeypatch.chdir(tmp_path)
+
+    def run(package, words, file="", status=1):
+        argv = [word.replace("FILE", str(file)).replace("DIR/", "") for word in words]
+        assert import_module(f"{package}.cli").main(argv) == status
+        told = capsys.readouterr().err
+        assert told.startswith(f"{PROGRAMS[package]}: ")
+        return told.partition(": ")[2]
+
+    return run
+
+
+@pytest.mark.parametrize(("package", "name", "what", "words"), FILES)
+def test_an_empty_file_is_said_to_be_empty(package, name, what, words, tell):
+    Path(name).write_text("")
+    told = f"{name}: expected {what}, the file is empty; check what wrote it\n"
+    assert tell(package, words, name) == told
+
+
+@pytest.mark.parametrize(("package", "name", "what", "words"), FILES)
+def test_a_missing_file_is_said_to_be_missing(package, name, what, words, tell):
+    from hybridflow.training.config import built_in
+
+    what = OTHERS.get(what, what).replace("RECIPES", ", ".join(built_in()))
+    told = f"no/{name}: expected {what}, there is nothing; check the path\n"
+    assert tell(package, words, f"no/{name}") == told
+
+
+@pytest.mark.parametrize(("package", "name", "what", "words"), TEXTS)
+def test_bytes_in_place_of_a_text_are_told(package, name, what, words, tell):
+    Path(name).write_bytes(b"abc\xff")
+    told = (
+        f"{name}: expected {what}, got bytes that are no UTF-8 text, first at byte 3; name another "
+        "file, or save it as UTF-8\n"
+    )
+    assert tell(package, words, name) == told
+
+
+MODELS = {
+    "hybridflow": ["train", "grpo-sort", "--set", "model=FILE"],
+    "hydraulis": ["compare", "--model", "FILE"],
+    "llmpq": ["sensitivity", "FILE", "--prompts", "DIR/prompts.jsonl"],
+    "memo": ["fit", "--model", "FILE"],
 }
 
 
-@pytest.mark.parametrize("package", EMPTY)
-def test_an_empty_file_is_said_to_be_empty(package, tmp_path, capsys):
-    name, what, words = EMPTY[package]
-    file = tmp_path / name
-    file.touch()
-    argv = [word.replace("FILE", str(file)).replace("DIR", str(tmp_path)) for word in words]
-    assert import_module(f"{package}.cli").main(argv) == 1
-    assert capsys.readouterr().err == (
-        f"{package}: {file}: expected {what}, the file is empty; check what wrote it\n"
-    )
+@pytest.mark.parametrize("package", MODELS)
+def test_a_models_folder_that_is_none_is_told(package, tell):
+    Path("prompts.jsonl").write_text('"one"\n')
+    Path("bare").mkdir()
+    for model, what in (("none", "there is nothing"), ("bare", "in which it is missing")):
+        told = tell(package, MODELS[package], model)
+        assert told.startswith(f"{model}: expected a model's folder with config.json, ")
+        assert told.endswith(
+            f"{what}; give a folder that save_pretrained or an export wrote, as nothing is downloaded\n"
+        )
+
+
+@pytest.mark.parametrize("package", PROGRAMS)
+def test_a_demo_is_not_written_over_a_file(package, tell):
+    Path("mine").write_text("mine")
+    told = "mine: expected a folder, got a file; name another\n"
+    assert tell(package, ["demo", "--out", "FILE"], "mine") == told
+    assert Path("mine").read_text() == "mine"
 
 
 def is_at_work(pid):
@@ -102,13 +197,6 @@ def test_an_interrupted_training_says_how_to_resume(package, tmp_path):
     assert errors.count("interrupted") == 1
     assert "Traceback" not in errors
     assert status == 130
-
-
-PROGRAMS = {
-    "adaqp": "adaqp", "bytecheckpoint": "bytecheckpoint", "gnnflow": "gnnflow",
-    "hybridflow": "hybridflow", "hydraulis": "hydraulis", "llmpq": "llmpq", "memo": "memo",
-    "mspipe": "mspipe", "swift": "meshyard-swift",
-}  # fmt: skip
 
 
 @pytest.mark.slow

@@ -74,6 +74,34 @@ def test_package_is_listed_and_says_how_to_run(home):
     assert f"{home.name} demo" in text
 
 
+PINNED = (
+    "`-c constraints.txt` pins the release of torch that the yard is tested with, not a build of it: "
+    "pip takes CUDA's where it finds no other. On a machine without a GPU, `pip install --find-links "
+    "WHEELS -c constraints.txt ./packages/{name}` takes the CPU build, where WHEELS is a page or "
+    "folder of torch's CPU wheels. On a GPU machine install your torch first and leave the "
+    "constraint out."
+)
+
+
+@pytest.mark.parametrize("home", **named([home for home in HOMES if home.name != "shared"]))
+def test_a_guide_says_what_the_constraint_does_and_what_extras_bring(home):
+    guide = (home / "docs" / "guide.md").read_text(encoding="utf-8")
+    section = guide.partition("\n## Install\n")[2].partition("\n## ")[0]
+    assert PINNED.format(name=home.name) in " ".join(section.split())
+    project = tomllib.loads((home / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = {name for name, needed in project["optional-dependencies"].items() if needed} - {
+        "test"
+    }
+    listed = re.findall(r"^\| (`.*?`) \|", section, re.MULTILINE)
+    assert set(re.findall(r"`([\w-]+)`", " ".join(listed))) == extras
+
+
+def test_no_page_says_that_the_constraint_chooses_a_build():
+    for page in PAGES:
+        text = " ".join(page.read_text(encoding="utf-8").split())
+        assert not re.search(r"selects the CPU build|Without the constraint", text), page
+
+
 def test_the_two_commands_stand_in_the_readme():
     text = (ROOT / "README.md").read_text()
     assert "pip install hatch && hatch run demo\nhatch run test\n" in text

@@ -167,6 +167,21 @@ def test_how_a_command_ends(capfd, how, status, message):
     assert capfd.readouterr() == ("", message)
 
 
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("missing", "yard: [Errno 2] No such file or directory: 'a.csv'\n"),
+        ("rank", "yard: lr: expected less, got 9\n"),
+    ],
+)
+def test_verbose_shows_where_a_mistake_was_met(capfd, how, message):
+    assert run("fail", "--how", how, "-v") == 1
+    told = capfd.readouterr().err
+    assert told.startswith("Traceback (most recent call last):\n")
+    assert ", in execute\n    raise errors[self.how]\n" in told
+    assert told.endswith(f"\n{message}")
+
+
 def test_a_full_disk_is_named_with_the_bytes_free(capfd):
     assert run("fail", "--how", "full") == 1
     told = capfd.readouterr().err
@@ -344,6 +359,16 @@ def test_a_demos_status_says_whether_it_is_correct(capsys, tmp_path, argv, statu
     (claim,) = json.loads(told.out)["claims"]
     assert (claim["name"], claim["ratio"], claim["correct"]) == ("rate", 3.0, not status)
     assert "skipped: a part that needs root\n" in told.err
+
+
+@pytest.mark.parametrize("place", ["afile", "afile/in"])
+@pytest.mark.parametrize("json", [[], ["--json"]])
+def test_a_demo_is_not_written_over_a_file(capsys, tmp_path, place, json):
+    (tmp_path / "afile").write_text("mine")
+    assert run("demo", "--out", str(tmp_path / place), *json) == 1
+    told = f"yard: {tmp_path}/{place}: expected a folder, got a file; name another\n"
+    assert capsys.readouterr() == ("", told)
+    assert (tmp_path / "afile").read_text() == "mine"
 
 
 def test_versions_stand_before_everything_but_a_scripts_own_words(capsys):

@@ -128,8 +128,6 @@ def test_a_folder_that_cannot_be_made_is_told_before_the_work(tmp_path, capsys):
     [
         (["bench", "zipf:9:90", "--increment", "0"], "increment: expected 1"),
         (["train", "zipf:9:90", "--limit", "-5"], "limit: expected 1"),
-        (["train", "zipf:9:90", "--share", "1.5"], "share: expected"),
-        (["train", "zipf:9:90", "--epochs", "0"], "epochs: expected"),
         (["train", "zipf:9:90", "--cache", "2"], "cache: expected a share"),
         (["train", "zipf:9:90", "--model", "tf-tgn", "--fanouts", "3", "3"], "tf-tgn reads 1 hop"),
     ],
@@ -137,6 +135,19 @@ def test_a_folder_that_cannot_be_made_is_told_before_the_work(tmp_path, capsys):
 def test_numbers_out_of_range_name_their_option(args, told, capsys):
     assert main(args) == 1
     assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "told"),
+    [
+        (["--share", "1.5"], "gnnflow: share: expected 0 or more and below 1, got 1.5\n"),
+        (["--epochs", "0"], "gnnflow: epochs: expected 1 or more, got 0\n"),
+    ],
+)
+def test_settings_out_of_range_are_wrong_usage(option, told, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "nowhere.csv", *option])
+    assert (ended.value.code, capsys.readouterr().err) == (2, told)
 
 
 SMALL = ["zipf:60:900", "--dim", "8", "--fanouts", "3", "3"]

@@ -92,5 +92,5 @@ def test_lengths_are_read_line_by_line(tmp_path):
     (tmp_path / "b.txt").write_text("tokens\n5\n")
     with pytest.raises(DataError, match=r"b\.txt:1: expected a whole .* got tokens; .* no header"):
         hy.data.read_lengths(tmp_path / "b.txt")
-    with pytest.raises(DataError, match="expected a text file of lengths"):
+    with pytest.raises(DataError, match="expected lengths, a number on each line, got a folder"):
         hy.data.read_lengths(tmp_path)

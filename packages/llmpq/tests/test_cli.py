@@ -262,14 +262,14 @@ def mistakes():
     """Arguments by what the message has to say."""
     planning = ["plan", "MODEL", "--cluster", "CLUSTER", "--prompts", "PROMPTS"]
     return {
-        "nowhere: expected a folder of a Hugging Face model or its config.json, got No such file or "
-        "directory; name the folder": ["plan", "nowhere", *planning[2:]],
-        "No such file": [*planning[:3], "nowhere.yaml", *planning[4:]],
-        "expected prompts as JSON Lines, got No such file or directory; name": [*planning[:5], "nowhere.jsonl"],
+        "nowhere: expected a model's folder with config.json, there is nothing; give":
+            ["plan", "nowhere", *planning[2:]],
+        "nowhere.yaml: expected a cluster as YAML, there is nothing": [*planning[:3], "nowhere.yaml", *planning[4:]],
+        "nowhere.jsonl: expected prompts as JSON Lines, there is nothing": [*planning[:5], "nowhere.jsonl"],
         "nats a token": [*planning, "--max-kl", "-1"],
         "group_size: expected at least 1": [*planning, "--group-size", "0"],
         "num_prompts: expected at least 1": [*planning, "--batch", "0"],
-        "expected a plan as JSON": ["run", "MODEL", "--prompts", "PROMPTS", "--out", "a.jsonl"],
+        "expected a plan, got a folder; name a file": ["run", "MODEL", "--prompts", "PROMPTS", "--out", "a.jsonl"],
         "expected the plan to name": ["export", "PLAN", "--to", "vllm"],
     }  # fmt: skip
 

@@ -6,7 +6,7 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from llmpq.config import FAMILIES, ModelSpec, Quality, Workload
-from shared.errors import ConfigError
+from shared.errors import ConfigError, DataError
 
 TINY = {"vocab_size": 96, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 3}
 GATED = {**TINY, "intermediate_size": 80, "num_key_value_heads": 2}
@@ -105,17 +105,18 @@ def test_mixtures_of_experts_are_refused_by_name(family):
 
 
 def test_what_is_no_model_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"expected a folder of .*, got No such file.*; name"):
+    told = r"expected a model's folder with config\.json, in which it is missing; give"
+    with pytest.raises(DataError, match=told):
         ModelSpec.from_hf(tmp_path)
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"config\.json: expected .*, got no JSON \(.*; save"):
+    with pytest.raises(DataError, match=r"config\.json: expected .* as JSON, got Expecting"):
         ModelSpec.from_hf(tmp_path)
     with pytest.raises(ConfigError, match=r"one of llama, mistral.*got 'gpt2'"):
         ModelSpec.from_hf(transformers.GPT2Config())
     with pytest.raises(ConfigError, match="expected the key 'hidden_size'"):
         ModelSpec.from_hf({"model_type": "llama"})
     (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(ConfigError, match="expected a JSON object, got list"):
+    with pytest.raises(DataError, match="expected a model's configuration, got a list"):
         ModelSpec.from_hf(tmp_path)
 
 

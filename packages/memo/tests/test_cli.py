@@ -61,15 +61,15 @@ def test_alpha_is_the_closed_form(capsys):
 @pytest.mark.parametrize(
     ("argv", "text"),
     [
-        (["pack", "DIR/none.csv"], "expected a text file of intervals, got: No such file or directory;"),
-        (["replay", "DIR/none.pickle"], "expected a pickled snapshot, got: No such file or directory;"),
-        (["pack", "DIR"], "expected a pickled snapshot, got: Is a directory;"),
-        (["pack", "DIR/bytes.csv"], "expected a text file of intervals, got: 'utf-8' codec can't decode"),
-        (["pack", "DIR/quoted.csv"], "expected a text file of intervals, got: field larger than"),
+        (["pack", "DIR/none.csv"], "none.csv: expected intervals, there is nothing; check the path"),
+        (["replay", "DIR/none.pickle"], "expected a CUDA memory snapshot, there is nothing; check the path"),
+        (["pack", "DIR"], "DIR: expected a CUDA memory snapshot, got a folder; name a file"),
+        (["pack", "DIR/bytes.csv"], "bytes.csv: expected intervals, got bytes that are no UTF-8 text, first at byte 128;"),
+        (["pack", "DIR/quoted.csv"], "quoted.csv: expected intervals as CSV, got field larger than"),
         (["replay", "DIR/large.csv"], "large.csv, line 2: expected numbers below 2^62, got"),
         (["pack", "DIR/trace.csv", "--out", "DIR/none/x"], "out: expected a file that can be written, got DIR/none/x: "),
         (["alpha", "--whole", "x", "--rows", "1", "--layers", "3"], "whole: expected a size such as"),
-        (["demo", "--out", "DIR/trace.csv"], "out: expected a folder that can be made, got DIR/trace.csv: "),
+        (["demo", "--out", "DIR/trace.csv"], "DIR/trace.csv: expected a folder, got a file; name another"),
     ],
 )  # fmt: skip
 def test_mistakes_fail_with_status_1_and_a_line(trace, argv, text, tmp_path, capsys):

@@ -196,6 +196,13 @@ def test_what_cannot_be_done_says_why(args, told, capsys):
     assert told in capsys.readouterr().err
 
 
+def test_no_epoch_is_wrong_usage(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "nowhere.csv", "--epochs", "0"])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == "mspipe: epochs: expected 1 or more, got 0\n"
+
+
 def test_a_resumed_run_says_from_where(tmp_path, capsys):
     given = ["train", *SMALL, "--checkpoint", str(tmp_path / "run1"), "--epochs"]
     assert main([*given, "1"]) == 0

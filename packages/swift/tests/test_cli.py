@@ -105,12 +105,20 @@ def test_a_scripts_mistake_is_said_once_for_all_ranks(driver, tmp_path, mistake)
     assert not re.search("runpy|worker.py", printed)
 
 
+@pytest.mark.parametrize("words", [["-n", "0"], ["--node-rank", "1"], ["--node-rank", "-1"]])
+def test_ranks_that_cannot_be_are_wrong_usage(capsys, words):
+    with pytest.raises(SystemExit) as ended:
+        main(["run", *words, "none.py"])
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    told = "meshyard-swift: expected -n of 1 or more and a --node-rank below --nnodes, got -n "
+    assert line.startswith(told)
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
         (["none.py"], "script: expected a Python file, got none.py"),
-        (["-n", "0", "train.py"], "expected -n of 1 or more and a --node-rank below --nnodes, got -n 0"),
-        (["--node-rank", "1", "train.py"], "got -n 1, --node-rank 1 and --nnodes 1"),
         (["--spares", "-1", "train.py"], "expected spares of 0 or more .* got -1"),
         (["--min-ranks", "2", "train.py"], "min_ranks: expected 1 to the 1 ranks, got 2"),
         (

@@ -58,7 +58,9 @@ def test_profile_of_sleeping_stages(tmp_path):
     # The first stage waits for the second, which is not its computation.
     assert first.step_s >= 2 * MICRO_BATCHES * 2 * SLEEP_S
     assert first.boundary_bytes == [2 * BATCH * DIM * 4]
-    assert Profile.from_json(first.to_json()) == first
+    path = tmp_path / "profile.json"
+    path.write_text(first.to_json())
+    assert Profile.load(path) == first
 
 
 def test_profiles_are_planned_with(tmp_path, capsys):
@@ -80,11 +82,17 @@ def test_profiles_are_planned_with(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("text", "got"),
-    [("{", "got Expecting"), ("[]", "got list"), ('{"replay_s": []}', "got replay_s; measure one")],
+    [
+        ("{", r"profile.json: expected a profile as JSON, got Expecting"),
+        ("[]", "profile.json: expected a profile with .*, got list"),
+        ('{"replay_s": []}', "got replay_s; measure one"),
+    ],
 )
-def test_files_that_are_no_profiles_are_refused(text, got):
+def test_files_that_are_no_profiles_are_refused(tmp_path, text, got):
+    path = tmp_path / "profile.json"
+    path.write_text(text)
     with pytest.raises(DataError, match=got):
-        Profile.from_json(text)
+        Profile.load(path)
 
 
 def measured_without(folder):

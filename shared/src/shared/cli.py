@@ -2,7 +2,7 @@
 
 A command is a frozen dataclass whose fields are its options, with a method `execute` that prints
 results to stdout and progress to stderr. Its docstring is its help, with a section `Examples:` of
-lines that work. Every command line also has `--version`, `-v` for log lines, `-q` for no progress,
+lines that work. Every command line also has `--version`, `-v` for log lines and tracebacks, `-q` for no progress,
 and tyro's shell completion (`--tyro-print-completion bash`). Parsing is tyro's. Nothing heavy is
 imported here.
 
@@ -21,6 +21,7 @@ import re
 import select
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field, make_dataclass
@@ -34,7 +35,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol, runtime_checkable
 import tyro
 from tyro.constructors import PrimitiveConstructorSpec
 
-from shared.errors import CommError, ConfigError, MeshyardError, describe_mistake, list_causes
+from shared.errors import (
+    CommError,
+    ConfigError,
+    DataError,
+    MeshyardError,
+    describe_mistake,
+    list_causes,
+)
 from shared.files import find_folders, naming_full_disk
 from shared.registry import Registry
 from shared.training import show_resumed
@@ -145,6 +153,8 @@ def run_command(
         mistake = describe_mistake(error)
         if mistake is None and not isinstance(error, MeshyardError):
             raise
+        if options.verbose:
+            traceback.print_exception(error)
         _tell(prog, mistake or str(error), is_consequence=isinstance(error, CommError))
         return 1
     return status or 0
@@ -181,15 +191,15 @@ def _tell(prog: str, sentence: str, *, is_consequence: bool = False) -> None:
 
 
 def _has_been_told(is_consequence: bool) -> bool:
-    from shared.comms.init import open_torchrun_store
-
     try:
+        from shared.comms.init import open_torchrun_store
+
         store = open_torchrun_store("told", timedelta(seconds=_STORE_S))
         if is_consequence:
             time.sleep(_OTHERS_S)
         return store.add("sentences", 1) > 1
-    except (OSError, RuntimeError, ValueError):
-        return False  # torchrun's own process has ended
+    except (ImportError, AttributeError, OSError, RuntimeError, ValueError):
+        return False  # torchrun's own process has ended, or Ctrl-C came while torch was imported
 
 
 # Without slots, so that a command can inherit from this and from JsonOption.
@@ -229,7 +239,7 @@ class _Options:
     version: bool = False
     """Print the versions of the package, shared, torch and Python, and exit."""
     verbose: Annotated[bool, tyro.conf.arg(aliases=["-v"])] = False
-    """Also print log lines, on stderr."""
+    """Also print log lines, and an error's traceback, on stderr."""
     quiet: Annotated[bool, tyro.conf.arg(aliases=["-q"])] = False
     """Show no progress."""
 
@@ -355,7 +365,14 @@ class DemoOptions(JsonOption):
 
         Returns:
             The exit status: 1 if a result is not correct.
+
+        Raises:
+            DataError: the folder is a file, or lies in one.
         """
+        try:
+            self.out.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError) as error:
+            raise DataError(f"{self.out}: expected a folder, got a file; name another") from error
         if not self.json:
             return int(not run(self.out, is_full=self.full))
         with redirect_stdout(sys.stderr):

@@ -25,6 +25,7 @@ regular file (a pipe, a device) is written to directly.
 
 import errno
 import glob
+import json
 import os
 import re
 import shutil
@@ -33,6 +34,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 from shared.errors import DataError, DiskFullError, MeshyardError, list_causes
 from shared.process_mark import is_alive, mark
@@ -44,6 +46,9 @@ __all__ = [
     "find_folders",
     "naming_full_disk",
     "publish",
+    "read_json",
+    "read_model_config",
+    "read_text",
     "recover_folders",
     "remove_folder",
     "sync_folder",
@@ -77,18 +82,98 @@ def write_atomically(path: str | os.PathLike[str], data: bytes | str) -> None:
 
 
 def check_not_empty(path: str | os.PathLike[str], what: str) -> None:
-    """Refuses a file without content; what is no file, or not there, passes.
+    """Refuses a path where nothing is, a folder, and a file without content.
 
     Args:
-        path: the file.
+        path: the file; a pipe or a device passes.
         what: it should hold, as in "a table".
 
     Raises:
-        DataError: the file is empty.
+        DataError: there is no such file, or it is empty.
     """
     path = Path(path)
+    if not path.exists():
+        raise DataError(f"{path}: expected {what}, there is nothing; check the path")
+    if path.is_dir():
+        raise DataError(f"{path}: expected {what}, got a folder; name a file")
     if path.is_file() and not path.stat().st_size:
         raise DataError(f"{path}: expected {what}, the file is empty; check what wrote it")
+
+
+def read_text(path: str | os.PathLike[str], what: str) -> str:
+    """Reads a text that a user has named; a byte order mark is left out.
+
+    Args:
+        path: the file, in UTF-8.
+        what: it should hold, as in "a recipe as YAML".
+
+    Raises:
+        DataError: there is no such file, it is empty, it may not be read, or it is no UTF-8.
+    """
+    try:
+        check_not_empty(path, what)
+        return Path(path).read_text(encoding="utf-8-sig")
+    except PermissionError as error:
+        raise DataError(
+            f"{os.fspath(path)}: expected {what} that this user may read, got {error.strerror!r}; "
+            "change its owner or mode"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{os.fspath(path)}: expected {what}, got bytes that are no UTF-8 text, first at byte "
+            f"{error.start:,}; name another file, or save it as UTF-8"
+        ) from error
+
+
+def read_json(path: str | os.PathLike[str], what: str) -> Any:
+    """Reads a JSON file that a user has named.
+
+    Args:
+        path: the file.
+        what: it should hold, as in "a plan".
+
+    Raises:
+        DataError: as of `read_text`, or it is no JSON.
+    """
+    try:
+        return json.loads(read_text(path, what))
+    except json.JSONDecodeError as error:
+        raise DataError(
+            f"{os.fspath(path)}: expected {what} as JSON, got {error}; check what wrote it"
+        ) from error
+
+
+def read_model_config(
+    model: str | os.PathLike[str], other: str = "", *, may_be_file: bool = True
+) -> tuple[dict[str, Any], Path]:
+    """Reads the configuration of a Hugging Face model.
+
+    Args:
+        model: a folder with config.json.
+        other: what a user may name in its place, as in "one of llama-7b, llama-1b".
+        may_be_file: config.json itself may be named too.
+
+    Returns:
+        The keys and values, and the file.
+
+    Raises:
+        DataError: there is none, or it is no JSON object.
+    """
+    path = Path(model)
+    if path.is_dir() or not may_be_file:
+        path /= "config.json"
+    if not path.is_file():
+        told = "in which it is missing" if Path(model).is_dir() else "there is nothing"
+        raise DataError(
+            f"{os.fspath(model)}: expected a model's folder with config.json"
+            f"{', or ' * bool(other)}{other}, {told}; give a folder that save_pretrained or an "
+            "export wrote, as nothing is downloaded"
+        )
+    found = read_json(path, "a model's configuration")
+    if not isinstance(found, dict):
+        got = type(found).__name__
+        raise DataError(f"{path}: expected a model's configuration, got a {got}; save it anew")
+    return found, path
 
 
 @contextmanager

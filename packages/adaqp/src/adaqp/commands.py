@@ -30,7 +30,7 @@ from shared.cli import draw_table
 from shared.comms import Group, NetLab, RankPool, all_gather_v, init_from_env
 from shared.data.frames import check_output, write_frame
 from shared.errors import ConfigError, DataError
-from shared.files import write_atomically
+from shared.files import read_text, write_atomically
 from shared.training import show_resumed
 from shared.training.progress import ScalarWriter, is_progress_hidden, show_progress
 from shared.units import parse_rate
@@ -391,6 +391,4 @@ def _probe_in_rank(budget_s: float, fallback_rate: str | None) -> LinkTable:
 def _read_links(file: Path | None) -> LinkTable | None:
     if file is None:
         return None
-    if not file.is_file():
-        raise DataError(f"{file} is no file; write one with `adaqp probe-links --out {file}`")
-    return LinkTable.from_json(file.read_text())
+    return LinkTable.from_json(read_text(file, "what `adaqp probe-links --out` writes"))

@@ -128,12 +128,14 @@ class Train(_Training):
     epochs: int = 3
     """Passes over the first part."""
 
-    def execute(self) -> None:
-        """Prints a line for each half, when it is done."""
+    def __post_init__(self) -> None:
         if not 0 <= self.share < 1:
             raise ConfigError(f"share: expected 0 or more and below 1, got {self.share}")
         if self.epochs < 1:
-            raise ConfigError(f"epochs: expected 1 pass or more, got {self.epochs}")
+            raise ConfigError(f"epochs: expected 1 or more, got {self.epochs}")
+
+    def execute(self) -> None:
+        """Prints a line for each half, when it is done."""
         events = self.read(self.data)
         halves = []
         for at, found in enumerate(self.run_rounds(self.make_trainer(events), events), 1):

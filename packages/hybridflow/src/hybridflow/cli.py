@@ -123,6 +123,13 @@ class ShowRecipe(JsonOption):
     set: _Changes = ()
     """KEY=VALUE pairs that replace the recipe's."""
 
+    def __post_init__(self) -> None:
+        if self.action == "show" and not self.recipe:
+            raise ConfigError(
+                "recipe: expected a file or a name to show, got none; `hybridflow recipe list` has "
+                "the names"
+            )
+
     def execute(self) -> None:
         """Prints YAML, which is a recipe again."""
         if self.action == "list":
@@ -357,11 +364,12 @@ class Export(JsonOption):
 
     def execute(self) -> None:
         """Loads the checkpoint and writes the folder."""
-        from hybridflow.roles.state.export import export
+        from hybridflow.roles.state.export import check_folder, export
         from hybridflow.training.checkpoints.checkpoint import Checkpoint
         from hybridflow.training.config import read_recipe
         from hybridflow.training.runtime import Run, start_workers
 
+        check_folder(self.out)
         recipe = read_recipe(self.recipe, _pairs(self.set)).without_rollout()
         with start_workers(recipe) as workers:
             run = Run.set_up(recipe, workers)

@@ -151,7 +151,9 @@ def test_other_faults_of_sources(tmp_path):
     (tmp_path / "x.jsonl").write_bytes(b'{"prompt": "\xff"}')
     with pytest.raises(DataError, match=r"x\.jsonl:1"):
         Prompts(tmp_path / "x.jsonl", BYTES, **OPTIONS)
-    with pytest.raises(DataError, match="there is none"):
+    with pytest.raises(
+        DataError, match=r"y.jsonl: expected prompts, there is nothing; check the path"
+    ):
         Prompts(tmp_path / "y.jsonl", BYTES, **OPTIONS)
     with pytest.raises(ConfigError, match=r"expected \.jsonl or \.parquet, got '\.csv'"):
         Prompts(tmp_path / "y.csv", BYTES, **OPTIONS)

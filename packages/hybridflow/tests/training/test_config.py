@@ -174,9 +174,9 @@ def test_a_model_that_is_not_there_is_one_sentence(command, tmp_path, capsys):
     model = ["--set", f"model={tmp_path}/nowhere"]
     assert main([command[0], "grpo-sort", *command[1:], *model]) == 1
     assert capsys.readouterr().err == (
-        f"hybridflow: model: expected a folder with config.json, got '{tmp_path}/nowhere', where none "
-        "is; give a folder that save_pretrained or `hybridflow export` wrote, or config:NAME for one "
-        "of tiny-llama, small-llama; nothing is downloaded\n"
+        f"hybridflow: {tmp_path}/nowhere: expected a model's folder with config.json, or config:NAME "
+        "for one of tiny-llama, small-llama, there is nothing; give a folder that save_pretrained or "
+        "an export wrote, as nothing is downloaded\n"
     )
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Float
 
 from shared.errors import ConfigError
-from shared.files import write_atomically
+from shared.files import read_json, write_atomically
 
 __all__ = [
     "Cost",
@@ -142,11 +142,9 @@ class Cost:
 
         Raises:
             ConfigError: it is no cost, one of another version, or one with unknown keys; names the file.
+            DataError: there is no such file, or it is no JSON.
         """
-        try:
-            tree = json.loads(Path(path).read_text())
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"{path}: expected a cost as JSON: {error}") from error
+        tree = read_json(path, "a cost")
         version = tree.pop("version", None) if isinstance(tree, dict) else None
         if version != _VERSION:
             raise ConfigError(

@@ -12,7 +12,7 @@ import numpy as np
 from hydraulis.config import Cost, SequenceTooLong, check_lengths
 from hydraulis.planner.steps import SYNCS, cut_steps, plan_ranks
 from shared.errors import ConfigError, DataError
-from shared.files import check_not_empty
+from shared.files import read_text
 
 __all__ = ["BalancedBatchSampler", "python_source", "read_lengths"]
 
@@ -48,11 +48,7 @@ def read_lengths(path: str | Path) -> np.ndarray:
         DataError: the file cannot be read or is empty, or a line is no such number; names the line.
     """
     path = Path(path)
-    check_not_empty(path, "lengths, a number on each line")
-    try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: expected a text file of lengths: {error}") from error
+    lines = read_text(path, "lengths, a number on each line").splitlines()
     found = []
     for number, line in enumerate(lines, 1):
         if line.strip():

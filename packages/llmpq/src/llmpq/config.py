@@ -7,10 +7,10 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from math import isfinite
-from pathlib import Path
 from typing import Any
 
 from shared.errors import ConfigError
+from shared.files import read_model_config
 
 __all__ = ["FAMILIES", "Matrix", "ModelSpec", "Quality", "Workload"]
 
@@ -201,22 +201,7 @@ def _read_config(source: Any) -> tuple[dict[str, Any], str]:
         return dict(source), "configuration"
     if hasattr(source, "to_dict"):
         return source.to_dict(), type(source).__name__
-    path = Path(source)
-    path = path / "config.json" if path.is_dir() else path
-    try:
-        tree = json.loads(path.read_text())
-    except OSError as error:
-        raise ConfigError(
-            f"{source}: expected a folder of a Hugging Face model or its config.json, got "
-            f"{error.strerror}; name the folder that holds config.json and *.safetensors"
-        ) from error
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ConfigError(
-            f"{path}: expected the config.json of a Hugging Face model, got no JSON ({error}); "
-            f"save the model anew by save_pretrained"
-        ) from error
-    if not isinstance(tree, dict):
-        raise ConfigError(f"{path}: expected a JSON object, got {type(tree).__name__}")
+    tree, path = read_model_config(source)
     return tree, str(path)
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from llmpq.config import ModelSpec
 from shared.errors import ConfigError, DataError
-from shared.files import atomic_folder, check_not_empty
+from shared.files import atomic_folder, read_text
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerFast
@@ -291,19 +291,7 @@ def read_prompts(path: str | Path) -> list[Prompt]:
             names the line from 1.
     """
     path = Path(path)
-    check_not_empty(path, "prompts as JSON Lines")
-    try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")  # texts may have other line ends
-    except OSError as error:
-        raise DataError(
-            f"{path}: expected prompts as JSON Lines, got {error.strerror}; name a file with a "
-            f"prompt a line"
-        ) from error
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"{path}: expected prompts as JSON Lines, got bytes that are no UTF-8 ({error}); save "
-            f"it as UTF-8"
-        ) from error
+    lines = read_text(path, "prompts as JSON Lines").split("\n")  # texts may have other line ends
     prompts, seen = [], {}
     for number, line in enumerate(lines, 1):
         if not line.strip():

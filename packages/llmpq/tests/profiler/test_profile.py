@@ -8,7 +8,7 @@ import pytest
 from llmpq.config import Workload
 from llmpq.planner.costs import Costs
 from llmpq.profiler.profile import DeviceProfile, Profile
-from shared.errors import ConfigError
+from shared.errors import ConfigError, DataError
 from shared.topology.link import Link
 
 from .planted import planted_profile
@@ -24,7 +24,7 @@ def test_a_file_gives_the_profile_back(tmp_path):
 def test_what_is_no_profile_is_refused_by_its_name(tmp_path, text):
     path = tmp_path / "a.json"
     path.write_text(text)
-    with pytest.raises(ConfigError, match=r"a\.json: expected a profile"):
+    with pytest.raises((ConfigError, DataError), match=r"a\.json: expected a profile"):
         DeviceProfile.load(path)
 
 

@@ -312,11 +312,13 @@ def test_settings_of_a_budget_are_checked(settings, text):
 
 
 def test_paths_that_are_no_files_are_named(tmp_path):
-    text = f"{tmp_path}: expected a file that Plan.save wrote, got: Is a directory; write one by it"
+    text = f"{tmp_path}: expected a plan, got a folder; name a file"
     with pytest.raises(DataError) as caught:
         Plan.load(tmp_path)
     assert str(caught.value) == text
-    with pytest.raises(DataError, match="got: No such file or directory; write one by it"):
+    with pytest.raises(
+        DataError, match=r"none.json: expected a plan, there is nothing; check the path"
+    ):
         Plan.load(tmp_path / "none.json")
     path = tmp_path / "none" / "plan.json"
     text = f"{path}: expected a file that can be written, got: No such file or directory; name one in a folder"

@@ -105,7 +105,7 @@ def test_the_command_prints_a_table_or_json(analysis, tmp_path, capsys, monkeypa
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        (["--model", "DIR/missing"], "or one of llama-7b, llama-8b, llama-1b, got: No such file or directory;"),
+        (["--model", "DIR/missing"], "or one of llama-7b, llama-8b, llama-1b, there is nothing;"),
         (["--device", "H1000"], "T4, L4, CPU, got 'H1000'; take the nearest"),
         (["--store", "banana"], "budget.store: expected a size such as"),
         (["--memory", "0"], "budget.device: expected more than 0 bytes, got 0;"),

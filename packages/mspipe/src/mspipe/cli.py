@@ -91,6 +91,10 @@ class Train(_Run, CheckpointOption):
     tensorboard: Path | None = None
     """Folder for TensorBoard's files, over batches: their loss, and scores of each epoch."""
 
+    def __post_init__(self) -> None:
+        if self.epochs < 1:
+            raise ConfigError(f"epochs: expected 1 or more, got {self.epochs}")
+
     def execute(self) -> None:
         """Prints a line an epoch, the report of the last, and the test."""
         from mspipe.evaluation import EdgeBank, evaluate

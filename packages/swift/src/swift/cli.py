@@ -64,6 +64,13 @@ class RunScript:
     preload: tuple[str, ...] = ()
     """Modules that processes have imported when they start, such as transformers."""
 
+    def __post_init__(self) -> None:
+        if self.n < 1 or not 0 <= self.node_rank < self.nnodes:
+            raise ConfigError(
+                f"expected -n of 1 or more and a --node-rank below --nnodes, got -n {self.n}, "
+                f"--node-rank {self.node_rank} and --nnodes {self.nnodes}"
+            )
+
     def execute(self) -> int:
         """Supervises the run to its end."""
         from swift.membership.coordinator import Settings
@@ -73,11 +80,6 @@ class RunScript:
         from swift.membership.record import FailureRecord
         from swift.membership.supervisor import Launch
 
-        if self.n < 1 or not 0 <= self.node_rank < self.nnodes:
-            raise ConfigError(
-                f"expected -n of 1 or more and a --node-rank below --nnodes, got -n {self.n}, "
-                f"--node-rank {self.node_rank} and --nnodes {self.nnodes}"
-            )
         total = self.n * self.nnodes
         settings = Settings(
             num_ranks=total,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from shared.errors import DataError
+from shared.files import read_json
 from shared.units import format_bytes, format_s
 
 __all__ = ["PHASES", "RecoveryReport", "describe_failures", "read_failures"]
@@ -88,10 +88,10 @@ def read_failures(path: str | Path) -> list[dict[str, Any]]:
     Raises:
         DataError: it is no such file.
     """
+    record = read_json(path, "a report of `meshyard-swift run --report`")
     try:
-        record = json.loads(Path(path).read_text(encoding="utf-8"))
         return record["failures"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (KeyError, TypeError) as error:
         raise DataError(
             f"{path}: expected a report of `meshyard-swift run --report`, got {error!r}"
         ) from error

@@ -19,7 +19,7 @@ from typing import Any
 import yaml
 
 from shared.errors import TopologyError
-from shared.files import check_not_empty
+from shared.files import read_text
 from shared.topology.device import CPU, PRESETS, Device
 from shared.topology.link import Link
 from shared.units import GB, Gbps, parse_rate
@@ -176,11 +176,9 @@ class Cluster:
         Raises:
             TopologyError: if a key is missing, unknown or has a bad value; the message gives its
                 path.
-            DataError: if the file is empty.
+            DataError: if there is no such file, or it is empty or no text.
         """
-        if isinstance(source, Path):
-            check_not_empty(source, "a cluster as YAML")
-        text = source.read_text() if isinstance(source, Path) else source
+        text = read_text(source, "a cluster as YAML") if isinstance(source, Path) else source
         try:
             tree = yaml.safe_load(text)
         except yaml.YAMLError as error:

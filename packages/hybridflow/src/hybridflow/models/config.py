@@ -6,15 +6,14 @@ positions. Unsupported values are refused by name.
 
 from __future__ import annotations
 
-import json
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from shared.errors import ConfigError
+from shared.files import read_model_config
 
 __all__ = ["PRESETS", "DecoderConfig", "read_config"]
 
@@ -140,6 +139,7 @@ def read_config(model: Any) -> DecoderConfig:
 
     Raises:
         ConfigError: if it is none of these.
+        DataError: if the folder has no config.json, or one that is no JSON.
     """
     if isinstance(model, DecoderConfig):
         return model
@@ -149,19 +149,10 @@ def read_config(model: Any) -> DecoderConfig:
             raise ConfigError(f"model: no preset {name!r}; there are {', '.join(PRESETS)}")
         return DecoderConfig.parse(PRESETS[name], model)
     if isinstance(model, str | Path):
-        path = Path(model) / "config.json"
-        if not path.is_file():
-            raise ConfigError(
-                f"model: expected a folder with config.json, got {os.fspath(model)!r}, where none is; "
-                "give a folder that save_pretrained or `hybridflow export` wrote, or config:NAME for "
-                f"one of {', '.join(PRESETS)}; nothing is downloaded"
-            )
+        presets = f"config:NAME for one of {', '.join(PRESETS)}"
+        tree, path = read_model_config(model, presets, may_be_file=False)
         try:
-            return DecoderConfig.parse(json.loads(path.read_text()), str(path))
-        except json.JSONDecodeError as error:
-            raise ConfigError(
-                f"{path}: expected JSON, got {error}; write the file again"
-            ) from error
+            return DecoderConfig.parse(tree, str(path))
         except KeyError as error:
             raise ConfigError(f"{path}: expected the key {error}, got none; add it") from error
     if isinstance(model, Mapping):

@@ -200,8 +200,6 @@ def _read(source: Any, column: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
     readers = {".jsonl": _read_json_lines, ".parquet": _read_parquet}
     if path.suffix not in readers:
         raise ConfigError(f"{path}: expected {' or '.join(readers)}, got {path.suffix!r}")
-    if not path.is_file():
-        raise DataError(f"{path}: expected a file, and there is none; check the path")
     check_not_empty(path, "prompts")
     yield from readers[path.suffix](path)
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 from hybridflow.algorithms.registry import ALGORITHMS, LOOPS
 from hybridflow.training.placement import Loop, Placement, Server, is_set
 from shared.errors import ConfigError
-from shared.files import check_not_empty, write_atomically
+from shared.files import read_text, write_atomically
 
 if TYPE_CHECKING:
     from hybridflow.algorithms.dataflow import AlgorithmSpec
@@ -233,16 +233,12 @@ def read_recipe(source: str | Path, changes: Mapping[str, str] | None = None) ->
             are written as "optimizer.lr".
 
     Raises:
-        ConfigError: if there is no such recipe, or a key or value in it is wrong.
+        ConfigError: if a key or value in it is wrong.
+        DataError: if there is no such recipe, or the file is no text.
     """
     path = built_in().get(str(source), Path(source))
-    if not path.is_file():
-        raise ConfigError(
-            f"recipe: there is no file {path}, nor a built-in recipe of that name; built in are "
-            f"{', '.join(built_in())}"
-        )
-    check_not_empty(path, "a recipe as YAML")
-    tree = _yaml(path.read_text(), str(path)) or {}
+    others = "" if path.exists() else f", or one of {', '.join(built_in())}"
+    tree = _yaml(read_text(path, f"a recipe as YAML{others}"), str(path)) or {}
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: expected keys and values, got a {type(tree).__name__}")
     _find_files(tree, path.absolute().parent)

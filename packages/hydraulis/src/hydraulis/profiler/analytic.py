@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from hydraulis.config import Cost
 from hydraulis.planner.degrees import DegreeCost
 from shared.errors import ConfigError
+from shared.files import read_model_config
 from shared.topology.device import PRESETS
 
 __all__ = ["SHAPES", "degree_cost", "read_config"]
@@ -31,19 +31,14 @@ def read_config(model: str | Path) -> Any:
     """A model's configuration, from a folder, a config.json or the name of one of `SHAPES`.
 
     Raises:
-        ConfigError: there is none, or it lacks what a decoder's seconds depend on; names the key.
+        DataError: there is none.
+        ConfigError: it lacks what a decoder's seconds depend on; names the key.
     """
     if str(model) in SHAPES:
         return SimpleNamespace(**SHAPES[str(model)])
-    path = Path(model) / "config.json" if Path(model).is_dir() else Path(model)
-    try:
-        tree = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"{path}: expected a model's folder, its config.json, or one of {', '.join(SHAPES)}: {error}"
-        ) from error
+    tree, path = read_model_config(model, f"one of {', '.join(SHAPES)}")
     needed = [key for key in SHAPES["llama-7b"] if key != "num_key_value_heads"]
-    missing = [key for key in needed if not isinstance(tree, dict) or key not in tree]
+    missing = [key for key in needed if key not in tree]
     if missing:
         raise ConfigError(f"{path}: expected a decoder of the Llama kind, got no {missing[0]!r}")
     return SimpleNamespace(**tree)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from shared.errors import ConfigError
-from shared.files import write_atomically
+from shared.files import read_json, write_atomically
 
 __all__ = ["BITS", "DTYPES", "METHODS", "Plan", "Stage"]
 
@@ -165,11 +165,9 @@ class Plan:
         Raises:
             ConfigError: it is no plan, of another version, or contradicts itself; the message
                 names file and key.
+            DataError: there is no such file, or it is no JSON.
         """
-        try:
-            tree = json.loads(Path(path).read_text())
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise ConfigError(f"{path}: expected a plan as JSON: {error}") from error
+        tree = read_json(path, "a plan")
         if not isinstance(tree, dict) or tree.get("version") != _VERSION:
             found = tree.get("version") if isinstance(tree, dict) else type(tree).__name__
             raise ConfigError(

@@ -11,7 +11,7 @@ from typing import Any
 from llmpq.config import Workload
 from llmpq.profiler.latency import Latency
 from shared.errors import ConfigError
-from shared.files import write_atomically
+from shared.files import read_json, write_atomically
 from shared.topology.link import Link
 
 __all__ = ["MOST_PROMPTS", "DeviceProfile", "Profile"]
@@ -74,9 +74,10 @@ class DeviceProfile:
 
         Raises:
             ConfigError: it is none, or of another version; names the file.
+            DataError: there is no such file, or it is no JSON.
         """
+        tree = read_json(path, "a profile")
         try:
-            tree = json.loads(Path(path).read_text())
             if tree.pop("version") != _VERSION:
                 raise ConfigError(f"{path}: expected a profile of version {_VERSION}; measure anew")
             for phase in ("prefill", "decode"):
@@ -85,8 +86,8 @@ class DeviceProfile:
             return cls(**tree)
         except ConfigError:
             raise
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(f"{path}: expected a profile as JSON: {error!r}") from error
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(f"{path}: expected a profile: {error!r}; measure anew") from error
 
     def differences(self, **expected: object) -> list[str]:
         """What was measured for something else: "torch: expected 2.13, got 2.12"; one line a field.

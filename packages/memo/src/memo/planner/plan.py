@@ -13,7 +13,7 @@ from memo.config import check_store, shown
 from memo.planner.explanation import explain
 from memo.planner.layer_plan import ATTENTION, CUT, INPUT, LayerPlan, check_fraction
 from shared.errors import ConfigError, DataError, DiskFullError
-from shared.files import write_atomically
+from shared.files import read_json, write_atomically
 
 __all__ = ["Plan"]
 
@@ -136,13 +136,7 @@ class Plan:
         Raises:
             DataError: the file is missing, no plan, or of another version, or a field is none that a plan has.
         """
-        try:
-            record = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            reason = error.strerror if isinstance(error, OSError) else error
-            raise DataError(
-                f"{path}: expected a file that Plan.save wrote, got: {reason}; write one by it"
-            ) from error
+        record = read_json(path, "a plan")
         found = record.get("format") if isinstance(record, dict) else None
         if found != _FORMAT or set(record) != {"format", "layers", "prediction", *_PLAIN}:
             raise DataError(

@@ -39,7 +39,7 @@ class PlanLogs(JsonOption):
         from swift.pipeline.profile import Profile
         from swift.pipeline.selection import select_logs
 
-        profile = Profile.from_json(self.profile.read_text(encoding="utf-8"))
+        profile = Profile.load(self.profile)
         found = select_logs(
             profile.replay_s,
             profile.boundary_bytes,

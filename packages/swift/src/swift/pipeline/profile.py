@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
 
 from shared.errors import DataError
+from shared.files import read_json
 
 __all__ = ["Profile"]
 
@@ -33,18 +34,17 @@ class Profile:
         return json.dumps(dataclasses.asdict(self), indent=2)
 
     @staticmethod
-    def from_json(text: str) -> Profile:
-        """From `to_json`.
+    def load(path: str | Path) -> Profile:
+        """From a file of `to_json`.
 
         Raises:
-            DataError: it is no JSON object of exactly these names.
+            DataError: there is no such file, or it is no JSON object of exactly these names.
         """
-        try:
-            record: Any = json.loads(text)
-        except ValueError as error:
-            raise DataError(f"expected a profile in JSON, got {error}; measure one") from error
+        record = read_json(path, "a profile")
         names = [field.name for field in dataclasses.fields(Profile)]
         if not isinstance(record, dict) or sorted(record) != sorted(names):
             got = ", ".join(sorted(record)) if isinstance(record, dict) else type(record).__name__
-            raise DataError(f"expected a profile with {', '.join(names)}, got {got}; measure one")
+            raise DataError(
+                f"{path}: expected a profile with {', '.join(names)}, got {got}; measure one"
+            )
         return Profile(**record)

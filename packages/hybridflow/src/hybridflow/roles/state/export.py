@@ -31,7 +31,7 @@ from shared.errors import ConfigError, DataError
 from shared.files import atomic_folder
 from shared.topology.boxes import Box
 
-__all__ = ["Held", "export", "write_folder"]
+__all__ = ["Held", "check_folder", "export", "write_folder"]
 
 # Dtypes of workers, and their names in safetensors.
 _NAMES = {torch.float32: "F32", torch.float64: "F64", torch.bfloat16: "BF16"}
@@ -80,8 +80,7 @@ def export(
     path = Path(folder).absolute()
     if max_file_bytes < 1:
         raise ConfigError(f"max_file_bytes: expected at least 1, got {max_file_bytes}")
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise ConfigError(f"{path}: expected an empty folder or none; export to another one")
+    check_folder(path)
     if path.exists():
         path.rmdir()
     with atomic_folder(path) as partial:
@@ -89,6 +88,16 @@ def export(
         if tokenizer is not None and not any((partial / name).exists() for name in _TOKENIZERS):
             write_tokenizer(tokenizer, partial)
     return path
+
+
+def check_folder(path: Path) -> None:
+    """Refuses a folder that cannot be exported to.
+
+    Raises:
+        ConfigError: it is not empty, or no folder.
+    """
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise ConfigError(f"{path}: expected an empty folder or none; export to another one")
 
 
 class Held(NamedTuple):

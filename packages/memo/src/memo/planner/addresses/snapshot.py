@@ -76,13 +76,7 @@ def read_events(path: Path, device: int | None) -> tuple[list[tuple], dict[str, 
 
 
 def _load(path: Path) -> list[list[Any]]:
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise DataError(
-            f"{path}: expected a pickled snapshot, got: {error.strerror}; name the file that "
-            "torch.cuda.memory._dump_snapshot wrote"
-        ) from error
+    data = path.read_bytes()
     try:
         loaded = _DataUnpickler(io.BytesIO(data)).load()
     except DataError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from shared.errors import DataError
-from shared.files import check_not_empty
+from shared.files import check_not_empty, read_text
 
 __all__ = ["Trace"]
 
@@ -87,18 +88,14 @@ class Trace:
             DataError: the file cannot be read, a column is missing, or a row has no whole numbers that 64 bits
                 hold, or ends before it starts.
         """
-        check_not_empty(path, "intervals")
+        text = read_text(path, "intervals")
         try:
-            with Path(path).open(newline="", encoding="utf-8-sig") as file:
-                reader = csv.DictReader(file, skipinitialspace=True)
-                names = [name.strip().lower() for name in reader.fieldnames or []]
-                reader.fieldnames = names
-                rows = [(reader.line_num, row) for row in reader]
-        except (OSError, ValueError, csv.Error) as error:
-            reason = error.strerror if isinstance(error, OSError) else error
-            raise DataError(
-                f"{path}: expected a text file of intervals, got: {reason}; name a CSV file"
-            ) from error
+            reader = csv.DictReader(io.StringIO(text, newline=""), skipinitialspace=True)
+            names = [name.strip().lower() for name in reader.fieldnames or []]
+            reader.fieldnames = names
+            rows = [(reader.line_num, row) for row in reader]
+        except csv.Error as error:
+            raise DataError(f"{path}: expected intervals as CSV, got {error}; mend it") from error
         intervals = []
         if any(name not in names for name in _COLUMNS):
             raise DataError(

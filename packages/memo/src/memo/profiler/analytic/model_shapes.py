@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shared.errors import ConfigError
+from shared.files import read_model_config
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -38,20 +38,19 @@ def read_config(model: str | Path) -> PretrainedConfig:
         model: a folder with a config.json, such a file, or one of `SHAPES`.
 
     Raises:
-        ConfigError: there is none, or transformers does not know its kind.
+        DataError: there is none.
+        ConfigError: transformers does not know its kind.
     """
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     if str(model) in SHAPES:
         return AutoConfig.for_model("llama", **SHAPES[str(model)])
-    path = Path(model) / "config.json" if Path(model).is_dir() else Path(model)
+    tree, path = read_model_config(model, f"one of {', '.join(SHAPES)}")
     try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
         return AutoConfig.for_model(**tree)
-    except (OSError, ValueError, TypeError, StrictDataclassError) as error:
-        reason = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())
+    except (ValueError, TypeError, StrictDataclassError) as error:
         raise ConfigError(
-            f"{path}: expected a model's folder, its config.json with a model_type that transformers knows, "
-            f"or one of {', '.join(SHAPES)}, got: {reason}; name one of these"
+            f"{path}: expected the configuration of a model that transformers knows, got: "
+            f"{' '.join(str(error).split())}; save it anew"
         ) from error
