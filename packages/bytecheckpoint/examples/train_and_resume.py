@@ -1,7 +1,7 @@
-"""Trains a small regression and saves it; started again, continues where it was stopped or killed.
+"""Trains a small regression and saves it; started again, it resumes where it was stopped or killed.
 
 python train_and_resume.py --folder runs/1 --steps 30
-python train_and_resume.py --folder runs/1 --steps 60      # continues at step 31
+python train_and_resume.py --folder runs/1 --steps 60      # resumes at step 31
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Trains under FSDP2 on any number of ranks, and resumes on any other number.
 
 torchrun --nproc-per-node 4 train_on_ranks.py --steps 10
-torchrun --nproc-per-node 2 train_on_ranks.py --steps 20      # the same training, continued
+torchrun --nproc-per-node 2 train_on_ranks.py --steps 20      # the same training, resumed
 """
 
 import argparse

@@ -2,7 +2,7 @@
 
     python resume.py --folder runs/sort --steps 200
 
-An interrupted and continued run ends with the same numbers as an uninterrupted one, to the bit in
+An interrupted and resumed run ends with the same numbers as an uninterrupted one, to the bit in
 the same layout: prompts and random numbers depend on the step's number, so that the models and that
 number are all there is to save. --stop-after N ends after N steps, to try it.
 """

@@ -290,6 +290,26 @@ def test_a_mistake_is_told_in_a_sentence(home, tmp_path, monkeypatch, message):
     assert "Traceback" not in text
 
 
+@pytest.mark.slow
+def test_a_missing_cluster_is_told_once_and_ends_all_ranks(home, tmp_path):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    done = subprocess.run(
+        [
+            *(*torchrun, "--nproc-per-node", "2", "-m", "llmpq", "plan", str(home / "model")),
+            *("--cluster", "nowhere.yaml", "--prompts", str(home / "prompts.jsonl")),
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+        timeout=110,
+    )
+    assert done.returncode == 1
+    told = "llmpq: nowhere.yaml: expected a cluster as YAML, there is nothing; check the path"
+    lines = done.stderr.splitlines()
+    assert [line for line in lines if line.startswith("llmpq: ")] == [told]
+
+
 @pytest.mark.parametrize("wrong", [("--dtype", "float64"), ("--bits", "5"), ("--solver", "best")])
 def test_wrong_usage_is_told_before_anything_is_read(wrong):
     given = ("nowhere", "--cluster", "nowhere", "--prompts", "nowhere")
