@@ -11,15 +11,15 @@ Mistake = tuple[str, int, str]
 
 MISTAKES: dict[str, list[Mistake]] = {
     "all": [
-        ("PROG", 2, "subcommand"),
-        ("PROG wlak", 2, "invalid choice: 'wlak'"),
-        ("PROG demo --fulll", 2, "unrecognized options: --fulll"),
+        ("PROG", 2, "Missing subcommand"),
+        ("PROG wlak", 2, "Unrecognized options: wlak"),
+        ("PROG demo --fulll", 2, "Perhaps you meant"),
         ("PROG demo --out events.csv", 1, "events.csv: expected a folder, got a file"),
     ],
     "adaqp": [
         ("PROG train nowhere", 1, "nowhere holds no partition; make one"),
-        ("PROG train parts --lr fast", 2, "'fast'"),
-        ("PROG train parts --policy.name exakt", 2, "expected one of exact"),
+        ("PROG train parts --lr fast", 2, "Error parsing --lr"),
+        ("PROG train parts --policy.name exakt", 2, "invalid choice 'exakt'"),
         (
             "PROG partition nowhere.npz --out more",
             1,
@@ -31,7 +31,7 @@ MISTAKES: dict[str, list[Mistake]] = {
         ("PROG plan parts --links nowhere.json", 1, "writes, there is nothing; check the path"),
     ],
     "bytecheckpoint": [
-        ("PROG ls nowhere", 1, "there is nothing"),
+        ("PROG ls nowhere", 1, "nowhere: no checkpoint"),
         ("PROG inspect nowhere", 1, "there is nothing"),
         ("PROG diff nowhere elsewhere", 1, "there is nothing"),
         ("PROG convert nowhere new --to onnx", 2, "invalid choice 'onnx'"),
