@@ -68,7 +68,7 @@ MISTAKES: dict[str, list[Mistake]] = {
     ],
     "hydraulis": [
         ("PROG plan nowhere.txt --ranks 4 --cap 100", 1, "expected lengths, a number on each line"),
-        ("PROG plan lengths.txt --ranks 0 --cap 8192", 1, "expected at least 1"),
+        ("PROG plan lengths.txt --ranks 0 --cap 8192", 1, "expected ranks and documents, got 0"),
         ("PROG plan lengths.txt --ranks 4 --cap 1", 1, "at most 4 tokens"),
         (
             "PROG compare --model nowhere",
