@@ -19,7 +19,7 @@ _THEIRS = re.compile(
     r"\.\.\.|HOST:|\b10\.0\.0\.|\b0\.0\.0\.0|:29500|--nnodes|s3://|/nfs/|/models/|/local/"
     r"|\./my-model|\bmy\.yaml|\bsnapshot\.pickle|\bprofile\.json"
 )
-_NAME = re.compile(r"[\w-]+")
+_NOT_NAME = re.compile(r"[^\w-]")
 _ROOT = Path(__file__).parents[2]
 _RUNNERS = ("python ", "torchrun ", "meshyard-swift run ")
 
@@ -101,7 +101,7 @@ def _read_extras(home: Path, project: dict[str, Any]) -> frozenset[str]:
     found = set()
     for extra, needed in project.get("optional-dependencies", {}).items():
         if f"`{extra}`" in section:
-            found |= {f"{project['name']}[{extra}]", *(_NAME.match(one)[0] for one in needed)}
+            found |= {f"{project['name']}[{extra}]", *(_NOT_NAME.split(one)[0] for one in needed)}
     return frozenset(found)
 
 
