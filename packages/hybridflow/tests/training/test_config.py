@@ -212,7 +212,7 @@ def test_built_in_recipes_are_listed_with_what_they_are_for(capsys):
     assert "grpo-sort: GRPO, eight responses a prompt, no critic." in told.splitlines()
     assert len(told.splitlines()) == len(built_in())
     assert main(["recipe", "show", "grpo-srt"]) == 1
-    assert "built in are" in capsys.readouterr().err
+    assert "or one of cispo-sort, dr-grpo-sort" in capsys.readouterr().err
 
 
 def write_own_recipe(folder, **keys):
