@@ -49,11 +49,14 @@ def test_map_explains_its_choice(capsys):
         (["plan", "1-4", "1-2"], "expected a layout p-t-d"),
         (
             ["plan", "1-4-2", "1-2", "--model", "nowhere"],
-            "config.json, got 'nowhere', where none is",
+            "nowhere: expected a model's folder with config.json, or config:NAME",
         ),
         (["map", "--device", "H1000"], "device: expected one of"),
         (["map", "--gpus", "12"], "expected whole hosts"),
-        (["train", "nothing"], "built in are"),
+        (
+            ["train", "nothing"],
+            "nothing: expected a recipe as YAML, or one of cispo-sort, dr-grpo-sort",
+        ),
         (["train", "grpo-sort", "--set", "steps"], "expected KEY=VALUE"),
         (
             ["train", "grpo-sort", "--set", "steps=0", "--set", "seed=1"],

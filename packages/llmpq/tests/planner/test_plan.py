@@ -5,7 +5,7 @@ import json
 import pytest
 
 from llmpq import Plan, Stage
-from shared.errors import ConfigError
+from shared.errors import ConfigError, DataError
 
 PLAN = Plan(
     stages=(Stage(rank=1, layers=(0, 3)), Stage(rank=0, layers=(3, 4))),
@@ -82,5 +82,5 @@ def test_a_plan_edited_by_hand_is_refused_by_file_and_key(tmp_path, key, value, 
 def test_a_file_that_is_no_plan_is_refused(tmp_path, text):
     path = tmp_path / "plan.json"
     path.write_text(text)
-    with pytest.raises(ConfigError, match="expected a plan"):
+    with pytest.raises((ConfigError, DataError), match="expected a plan"):
         Plan.load(path)
