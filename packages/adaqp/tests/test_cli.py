@@ -176,7 +176,9 @@ def test_jobs_refuse_what_cannot_be_done(parts, tmp_path, monkeypatch):
     config = RunConfig(epochs=1)
     with pytest.raises(ConfigError, match="save_every: expected 1 or more epochs, got 0"):
         commands.train(parts, config, tmp_path / "saved", 0, None, None)
-    with pytest.raises(DataError, match=r"nowhere\.json is no file; write one with"):
+    with pytest.raises(
+        DataError, match=r"nowhere\.json: expected what `adaqp probe-links --out` writes, there"
+    ):
         commands.train(parts, config, None, 50, None, tmp_path / "nowhere.json")
     with pytest.raises(ConfigError, match=r"bench needs an epoch and a policy, got 0 and 1"):
         commands.bench(parts, ModelConfig(), [PolicyConfig()], 0, None)
