@@ -369,7 +369,7 @@ def test_inputs_are_what_packages_read(tmp_path):
     assert set(new.nodes.ids) <= set(visits.nodes.ids)
     assert new.t.min() > visits.t.max()
     assert np.loadtxt(tmp_path / "table.csv", delimiter=",", skiprows=1).shape == (400, 3)
-    assert read_wanted(tmp_path, tmp_path / "wanted.csv").nodes.tolist() == list(range(20))
+    assert read_wanted(tmp_path, 400, tmp_path / "wanted.csv").nodes.tolist() == list(range(20))
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     assert config["vocab_size"] % 4 == 0
     write_inputs(tmp_path)  # again, as each run does
