@@ -165,7 +165,7 @@ class Continual(_Training):
     Writes rounds.json, continual.svg and a page, continual.html; and nodes.csv, if ids are texts.
 
     Examples:
-        gnnflow continual flights --every 1D --model tf-tgn --out report/gnnflow/flights
+        gnnflow continual flights --limit 20000 --every 1D --model tf-tgn --out report/gnnflow/flights
         gnnflow continual zipf:1000:20000 --every 5000 --dim 32
     """
 
