@@ -126,6 +126,7 @@ def test_ranks_that_cannot_be_are_wrong_usage(capsys, words):
             "expected the first supervisor at 127.0.0.1:1 within 0 s",
         ),
         (["--master-port", "{port}", "train.py"], "expected a free port {port} on 127.0.0.1"),
+        (["--report", "train.py/r.json", "train.py"], "--report train.py/r.json: expected a file that can"),
     ],
 )  # fmt: skip
 def test_wrong_values_are_refused_before_anything_starts(
@@ -140,9 +141,54 @@ def test_wrong_values_are_refused_before_anything_starts(
     assert re.match(f"meshyard-swift: .*{expected.format(port=port)}", line)
 
 
+UNREACHED = """
+from datetime import timedelta
+from swift.injection import Fault, arm
+from swift.training import runtime
+arm([Fault(rank=1, recovery=0, step=1, point="forward")])
+meet = runtime.join_world
+def meet_elsewhere(rank, size, store, *, timeout, epoch, **more):
+    if epoch:
+        store, timeout = ("127.0.0.1", 1), timedelta(seconds=0.5)
+    return meet(rank, size, store, timeout=timeout, epoch=epoch, **more)
+runtime.join_world = meet_elsewhere
+"""
+
+
+@pytest.mark.slow
+def test_a_store_that_is_not_reached_while_its_supervisor_lives_is_named(driver, tmp_path):
+    (tmp_path / "train.py").write_text(UNREACHED + SCRIPT)
+    options = ("-n", 2, "--spares", 1, "--heartbeat", 1)
+    printed = driver.run(tmp_path, *options, "train.py", status=1)
+    assert (
+        len(re.findall("the store in which ranks meet at 127.0.0.1:1 within 0.5 s, got", printed))
+        == 1
+    )
+    assert printed.count("Traceback") == 0
+
+
+def test_a_script_that_is_killed_whenever_it_starts_is_given_up(driver, tmp_path):
+    (tmp_path / "train.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)\n")
+    printed = driver.run(tmp_path, "-n", 1, "--spares", 0, "train.py", status=1)
+    again = "meshyard-swift: rank 0 was killed by signal 11 (SIGSEGV) before the first step; it is started again\n"
+    end = "meshyard-swift: ranks were lost 6 times before the first step; find out what kills them"
+    assert printed.startswith(again * 5 + end)
+
+
 def test_without_a_run_status_says_so(capsys):
     assert main(["status", "--at", "127.0.0.1:1"]) == 1
     assert capsys.readouterr().err.startswith("meshyard-swift: ")
+
+
+@pytest.mark.parametrize(
+    ("num", "told"), [(0, "no rank was lost"), (1, "1 recovery"), (2, "2 recoveries")]
+)
+def test_status_counts_recoveries(monkeypatch, capsys, num, told):
+    """Not epochs: a wait for a spare has one of its own."""
+    found = {"epoch": 2 * num, "num_recoveries": num, "processes": [], "failures": []}
+    monkeypatch.setattr(client, "ask", lambda address, request: found)
+    assert main(["status"]) == 0
+    assert capsys.readouterr().out == f"{told}\n"
 
 
 @pytest.mark.parametrize(

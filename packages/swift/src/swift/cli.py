@@ -124,7 +124,8 @@ class Status(JsonOption):
         from swift.report import describe_failures
 
         found = ask(self.at, {"kind": "status"})
-        lines = [f"{found['epoch']} recoveries" if found["epoch"] > 0 else "no rank was lost"]
+        num = found["num_recoveries"]
+        lines = [f"{num} recover{'y' if num == 1 else 'ies'}" if num else "no rank was lost"]
         for one in found["processes"]:
             title = f"rank {one['rank']}" if one["rank"] is not None else "spare"
             state = "" if one["is_ready"] else ", starting"

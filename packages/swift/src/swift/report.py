@@ -14,8 +14,8 @@ from shared.units import format_bytes, format_s
 __all__ = ["PHASES", "RecoveryReport", "describe_failures", "read_failures"]
 
 PHASES = ("detect", "join", "undo", "transfer", "verify", "repeat")
-"""Of a recovery: until this rank is free of the old world; the new world; deciding and undoing; refilling;
-comparing digests; the first step after."""
+"""Of a recovery: from when the lost rank ended, or was heard of last, until this rank is free of the old
+world; the new world; deciding and undoing; refilling; comparing digests; the first step after."""
 
 
 class RecoveryReport:
@@ -42,20 +42,20 @@ class RecoveryReport:
         self, epoch: int, rank: int, lost: Sequence[Mapping[str, Any]], *, is_newcomer: bool
     ) -> None:
         """A recovery begins: the rank is free of its old world."""
-        self._since_s = time.time()
-        seen_s = min((one["seen_s"] for one in lost), default=self._since_s)
+        self._since_s = time.monotonic()
+        lost_s = min((one["since_s"] for one in lost), default=self._since_s)
         self._record = {
             "epoch": epoch,
             "rank": rank,
             "lost": [{key: one[key] for key in ("rank", "how")} for one in lost],
             "is_newcomer": is_newcomer,
-            "seconds": {"detect": self._since_s - seen_s},
+            "seconds": {"detect": self._since_s - lost_s},
         }
 
     def end(self, phase: str) -> None:
         """A phase of the recovery ends."""
         if self._record is not None:
-            now_s = time.time()
+            now_s = time.monotonic()
             self._record["seconds"][phase] = now_s - self._since_s
             self._since_s = now_s
 
@@ -77,7 +77,7 @@ class RecoveryReport:
         record, self._record = self._record, None
         if record is None or "reason" not in record or not record["lost"]:
             return None
-        record["seconds"]["repeat"] = time.time() - self._since_s
+        record["seconds"]["repeat"] = time.monotonic() - self._since_s
         self.records.append(record)
         return record
 

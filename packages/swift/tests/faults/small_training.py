@@ -9,6 +9,7 @@ another rank is lost.
 
 import ctypes
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -82,9 +83,10 @@ def main() -> None:
         entries = range(len(dp.versions()))
         found = digest([one for entry in entries for one in dp.state_of(entry).values()])
         with open(folder / "states", "a") as file:
-            file.write(f"{step} {found:016x} {run.rank} {time.time()}\n")
+            file.write(f"{step} {found:016x} {run.rank} {time.time()} {os.getpid()}\n")
 
     def step(i: int) -> None:
+        assert os.environ["RANK"] == str(run.rank), "a spare's as well"
         tell(i)
         if i == 2 and "turns" in given and run.rank == 0:
             leave_turned(folder, given["turns"])

@@ -43,6 +43,7 @@ def test_a_run_tells_its_state_and_takes_faults(driver, tmp_path, monkeypatch, c
     assert launching.states(tmp_path) == undisturbed()
     (failure,) = launching.failures(tmp_path)
     assert "SIGKILL" in failure["lost"][0]["how"]
+    assert all(0 <= rank["seconds"]["detect"] < 1 for rank in failure["ranks"].values())
 
 
 @pytest.mark.slow

@@ -47,7 +47,7 @@ def longest_stall_s(folder):
     """The longest that a rank which was there at the beginning went without a step, less its usual step."""
     times = defaultdict(list)
     for line in (folder / "states").read_text().splitlines():
-        _, _, rank, at_s = line.split()
+        _, _, rank, at_s, _ = line.split()
         if rank in "01":
             times[rank].append(float(at_s))
     gaps = sorted(b - a for one in times.values() for a, b in itertools.pairwise(sorted(one)))

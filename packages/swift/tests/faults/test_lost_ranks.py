@@ -1,7 +1,11 @@
 """Ranks are killed and stopped at every point: each state that follows is an undisturbed run's."""
 
+import os
 import random
 import re
+import signal
+import time
+from pathlib import Path
 
 import launching
 import pytest
@@ -166,7 +170,50 @@ def test_a_stopped_rank_is_fenced_and_replaced(driver, tmp_path, undisturbed):
     ]
     options = ("-n", "3", "--spares", "2", "--heartbeat", "1.5")
     driver.train(tmp_path, *options, steps=STEPS, faults=faults)
-    check(tmp_path, undisturbed(), 2)
+    for failure in check(tmp_path, undisturbed(), 2):
+        # The silence counts: the others stood still meanwhile.
+        assert all(1.5 <= rank["seconds"]["detect"] < 2 for rank in failure["ranks"].values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_stopped_rank_that_is_continued(driver, tmp_path, undisturbed, is_late):
+    """In time it goes on as if nothing had been; later it is no more, and has written nothing."""
+    fault = {"rank": 0, "recovery": 0, "step": 3, "point": "reduce", "bucket": 1, "kind": "stop"}
+    given = {"steps": STEPS, "faults": [fault], "step_s": 0.02}
+    options = ("-n", "3", "--spares", "1", "--heartbeat", "1.5")
+    driver.begin(tmp_path, *launching.arguments(tmp_path, *options, **given))
+    launching.wait_for_step(tmp_path, 3)
+    pid = wait_until_stopped(tmp_path, 0)
+    told = lines_of(tmp_path, pid)
+    if is_late:
+        launching.wait_for_step(tmp_path, 5)
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+    else:
+        time.sleep(0.5)
+        os.kill(pid, signal.SIGCONT)
+    driver.end()
+    check(tmp_path, undisturbed(), int(is_late))
+    assert (lines_of(tmp_path, pid) == told) == is_late
+
+
+def lines_of(folder, pid):
+    """What a process has told."""
+    return [
+        line for line in (folder / "states").read_text().splitlines() if line.endswith(f" {pid}")
+    ]
+
+
+def wait_until_stopped(folder, rank):
+    """The process of a rank, once it is stopped."""
+    lines = [line.split() for line in (folder / "states").read_text().splitlines()]
+    pid = next(int(line[4]) for line in lines if line[2] == str(rank))
+    deadline = time.monotonic() + launching.LIMIT_S
+    while (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] != "T":
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return pid
 
 
 @pytest.mark.slow

@@ -43,7 +43,78 @@ def test_a_ready_spare_takes_the_place_of_a_lost_rank():
     coordinator, _ = started()
     said = coordinator.lose(["r1"], KILLED, None, 5.0)
     assert worlds(said) == {"r0": (0, 1, 3), "r2": (2, 1, 3), "s0": (1, 1, 3)}
-    assert said[0].message["lost"] == [{"rank": 1, "how": KILLED, "seen_s": 5.0, "host": 0}]
+    assert said[0].message["lost"] == [{"rank": 1, "how": KILLED, "ago_s": 0.0, "host": 0}]
+
+
+def test_a_loss_is_dated_from_the_last_sign_of_life_on_one_clock():
+    coordinator, _ = started(num_ranks=2, num_spares=0)
+    coordinator.lose(["r1"], "was cut off", None, 5.0, silent_s=1.5)
+    coordinator.add(Process("s9", 0, None))
+    (world, _) = coordinator.hear("s9", {"kind": "ready", "fingerprint": PRINT}, 7.0)
+    assert world.message["lost"][0]["ago_s"] == 7.0 - (5.0 - 1.5)
+
+
+def unready(num_ranks=2, **settings):
+    """A coordinator whose ranks are all started, and none ready."""
+    settings = {"min_ranks": num_ranks, "wait_s": 10.0, **settings}
+    found = Coordinator(Settings(num_ranks=num_ranks, **settings), store=("h", 1))
+    for at in range(num_ranks):
+        found.add(Process(f"r{at}", at, at))
+    return found
+
+
+def test_a_rank_lost_before_the_first_world_is_waited_for_and_no_spare_takes_its_place():
+    coordinator = unready()
+    coordinator.add(Process("s0", 0, None))
+    ready(coordinator, "s0")
+    assert coordinator.lose(["r1"], KILLED, None, 1.0) == []
+    assert ready(coordinator, "r0") == []
+    assert coordinator.tick(10.9) == []
+    coordinator.add(Process("r1b", 1, 1))
+    assert coordinator.tick(100.0) == []
+    assert coordinator.ended is None
+    said = ready(coordinator, "r1b")
+    assert worlds(said) == {"r0": (0, 0, 2), "r1b": (1, 0, 2)}
+    assert said[0].message["lost"] == []
+
+
+@pytest.mark.parametrize("min_ranks", [1, 2])
+def test_a_host_that_does_not_come_back_before_the_first_world_ends_the_run(min_ranks):
+    coordinator = unready(min_ranks=min_ranks)
+    coordinator.expect_no_spare()
+    coordinator.lose(["r1"], "was cut off", None, 1.0)
+    assert coordinator.tick(10.9) == []
+    assert coordinator.ended is None
+    assert coordinator.tick(11.0) == []
+    assert "no process came in 10 s for rank 1; start the run again" in coordinator.ended
+
+
+def test_of_two_that_are_lost_before_the_first_world_both_are_waited_for():
+    coordinator = unready(num_ranks=3)
+    coordinator.lose(["r1", "r2"], "was cut off", None, 1.0)
+    coordinator.add(Process("r1b", 1, 1))
+    coordinator.tick(11.0)
+    assert "no process came in 10 s for rank 2;" in coordinator.ended
+
+
+def test_losses_before_the_first_world_stop_the_run():
+    coordinator = unready(most_failures=3)
+    for at in range(4):
+        assert (coordinator.ended, coordinator.num_losses) == (None, at)
+        coordinator.lose(["r0"], KILLED, None, 0.0)
+        coordinator.add(Process("r0", 0, 0))
+    assert "ranks were lost 4 times before the first step; find out what" in coordinator.ended
+
+
+def test_worlds_behind_the_first_are_recoveries_and_interruptions_are_not():
+    coordinator = unready()
+    assert coordinator.num_recoveries == 0
+    coordinator, _ = started(num_spares=0)
+    assert coordinator.num_recoveries == 0
+    coordinator.lose(["r0"], KILLED, None, 1.0)
+    coordinator.add(Process("s9", 0, None))
+    ready(coordinator, "s9")
+    assert (coordinator.epoch, coordinator.num_recoveries) == (2, 1)
 
 
 def test_a_spare_of_the_same_host_is_preferred():
@@ -204,7 +275,7 @@ def test_losses_without_a_step_between_them_stop_the_run():
         assert coordinator.ended is None
         name = next(one.name for one in coordinator.processes.values() if one.rank == 0)
         coordinator.lose([name], KILLED, None, 0.0)
-    assert "lost 4 times at step 2 and none got past it" in coordinator.ended
+    assert "lost 4 times at step 2 and none got past it; find" in coordinator.ended
 
 
 def test_min_ranks_has_a_range():

@@ -26,6 +26,7 @@ class ControlChannel:
         self._socket = connection
         self._lock = threading.Lock()
         self._unread = b""
+        self._is_cut = False
         self.is_closed = False
         self.stray = b""
 
@@ -34,9 +35,20 @@ class ControlChannel:
         return self._socket.fileno()
 
     def send(self, message: dict[str, Any]) -> None:
-        """Sends a message; to a peer that has ended it is lost."""
-        with self._lock, suppress(OSError):
-            self._socket.sendall(json.dumps(message).encode() + b"\n")
+        """Sends a message; to a peer that has ended it is lost.
+
+        A peer that does not take it in time has a part of it, so the connection ends there: the next
+        `receive` finds its end.
+        """
+        with self._lock:
+            if self._is_cut:
+                return
+            try:
+                self._socket.sendall(json.dumps(message).encode() + b"\n")
+            except OSError:
+                self._is_cut = True
+                with suppress(OSError):
+                    self._socket.shutdown(socket.SHUT_RDWR)
 
     def receive(self) -> list[dict[str, Any]]:
         """Waits for bytes and returns the messages that they complete.
@@ -49,11 +61,17 @@ class ControlChannel:
             data = b""
         self.is_closed = not data
         *lines, self._unread = (self._unread + data).split(b"\n")
-        try:
-            return [json.loads(line) for line in lines]
-        except ValueError:
-            self.is_closed, self.stray = True, lines[0]
-            return []
+        messages: list[dict[str, Any]] = []
+        for line in lines:
+            try:
+                message = json.loads(line)
+            except (ValueError, RecursionError):
+                message = None
+            if not isinstance(message, dict):
+                self.is_closed, self.stray = True, line or b"\n"
+                break
+            messages.append(message)
+        return messages
 
     def messages(self) -> Iterator[dict[str, Any]]:
         """All messages until the peer's end."""

@@ -2,7 +2,8 @@
 
 Processes have names. A *world* is a list of them by rank under an epoch. When one is lost, its place
 goes to a spare that is ready, and all learn of the next world; without a spare they are told to
-wait, and after a deadline the run stops, or goes on with fewer ranks where that is allowed.
+wait, and after a deadline the run stops, or goes on with fewer ranks where that is allowed. A rank
+that is lost before the first world has nothing yet: it is waited for, and its host starts it again.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ class Settings:
         wait_s: how long to wait for a spare then.
         backend: of the ranks' messages.
         timeout_s: how long one message may take.
-        most_failures: losses in a row, without a step between them, after which the run stops.
+        most_failures: losses in a row, without a step between them or before the first world, after
+            which the run stops.
     """
 
     num_ranks: int
@@ -82,7 +84,7 @@ class Coordinator:
         store: where ranks meet.
         processes: those that live, by name.
         epoch: of the newest world or interruption; -1 before the first.
-        lost: places that are lost since the last world: rank, how, when.
+        lost: places that are lost since the last world: rank, how, host, and since when (`silent_since_s`).
         ended: None while the run goes on, then why it ended; "" where all is done.
         is_released: whether all ranks have done all steps.
     """
@@ -104,8 +106,11 @@ class Coordinator:
     _num_worlds: int = 0
 
     def add(self, process: Process) -> None:
-        """A process was started."""
+        """A process was started; before the first world it may be a rank that was lost."""
         self.processes[process.name] = process
+        if self.epoch < 0 and process.rank is not None:
+            self.lost = [one for one in self.lost if one["rank"] != process.rank]
+            self._deadline_s = self._deadline_s if self.lost else None
 
     def hear(self, name: str, message: dict[str, Any], now_s: float) -> list[Say]:
         """A process has said something.
@@ -137,7 +142,14 @@ class Coordinator:
             return self._admit(process, message["fingerprint"], now_s)
         return []
 
-    def lose(self, names: Sequence[str], how: str, status: int | None, now_s: float) -> list[Say]:
+    def lose(
+        self,
+        names: Sequence[str],
+        how: str,
+        status: int | None,
+        now_s: float,
+        silent_s: float = 0.0,
+    ) -> list[Say]:
         """Processes have ended, or their host is cut off.
 
         Args:
@@ -145,6 +157,7 @@ class Coordinator:
             how: "was killed by signal 9", ...
             status: exit status; None if they were killed or cut off.
             now_s: when that was seen.
+            silent_s: how long before they were last heard of, where silence is what told it.
 
         Returns:
             What to say.
@@ -170,13 +183,17 @@ class Coordinator:
             )
             self.ended = f"rank {ranks[0].rank} {how} before all steps were done; {why}"
             return []
-        if self.epoch < 0:
-            return []  # its supervisor starts it again
         self._count_failure(ranks)
+        since_s = now_s - silent_s
         self.lost += [
-            {"rank": one.rank, "how": how, "seen_s": now_s, "host": one.host} for one in ranks
+            {"rank": one.rank, "how": how, "silent_since_s": since_s, "host": one.host}
+            for one in ranks
         ]
-        return [] if self.ended is not None else self._next_world(now_s, is_new=True)
+        if self.epoch < 0:
+            self._deadline_s = self._deadline_s or now_s + self.settings.wait_s
+        if self.ended is not None or self.epoch < 0:
+            return []
+        return self._next_world(now_s, is_new=True)
 
     def tick(self, now_s: float) -> list[Say]:
         """Time passes.
@@ -184,14 +201,16 @@ class Coordinator:
         Returns:
             What to say.
         """
-        is_due = not self._is_spare_expected or now_s >= (self._deadline_s or now_s)
+        expects = self._is_spare_expected or self.epoch < 0
+        is_due = not expects or now_s >= (self._deadline_s or now_s)
         if self._deadline_s is None or not is_due or self.ended is not None:
             return []
         left = sorted(self._ranks(), key=lambda one: one.rank or 0)
-        if len(left) < self.settings.min_ranks:
-            within = f" in {self.settings.wait_s:g} s" if self._is_spare_expected else ""
+        if self.epoch < 0 or len(left) < self.settings.min_ranks:
+            within = f" in {self.settings.wait_s:g} s" if expects else ""
+            what = "spare" if self.epoch >= 0 else "process"
             self.ended = (
-                f"no spare came{within} for rank "
+                f"no {what} came{within} for rank "
                 f"{', '.join(str(one['rank']) for one in self.lost)}; start the run again, and it "
                 f"resumes from its last checkpoint, or give more --spares"
             )
@@ -200,7 +219,17 @@ class Coordinator:
             process.rank = rank
         self._num_ranks = len(left)
         self.epoch += 1
-        return self._announce()
+        return self._announce(now_s)
+
+    @property
+    def num_losses(self) -> int:
+        """Losses in a row without a step between them."""
+        return self._failures
+
+    @property
+    def num_recoveries(self) -> int:
+        """Worlds behind the first one."""
+        return max(self._num_worlds - 1, 0)
 
     def expect_no_spare(self) -> None:
         """No process can become a spare any more: lost ranks are not waited for."""
@@ -244,7 +273,7 @@ class Coordinator:
                 return []
             self._num_ranks = self.settings.num_ranks
             self.epoch = 0
-            return self._announce()
+            return self._announce(now_s)
         return self._next_world(now_s, is_new=False) if self.lost else []
 
     def _next_world(self, now_s: float, *, is_new: bool) -> list[Say]:
@@ -261,17 +290,25 @@ class Coordinator:
             one.is_finished = False
         if len(ranks) == self._num_ranks:
             self.epoch += 1
-            return self._announce()
+            return self._announce(now_s)
         if not is_new:
             return []
         self.epoch += 1
         self._deadline_s = self._deadline_s or now_s + self.settings.wait_s
         return [Say(one.name, {"kind": "interrupt", "epoch": self.epoch}) for one in ranks]
 
-    def _announce(self) -> list[Say]:
+    def _announce(self, now_s: float) -> list[Say]:
         # With those of worlds that have not come to a step: their recovery goes on in this one.
         self._unrepaired += self.lost
-        lost, self.lost, self._deadline_s = list(self._unrepaired), [], None
+        self.lost, self._deadline_s = [], None
+        # Since when, as seconds before this message: clocks of hosts are not compared.
+        lost = [
+            {
+                **{key: one[key] for key in ("rank", "how", "host")},
+                "ago_s": now_s - one["silent_since_s"],
+            }
+            for one in self._unrepaired
+        ]
         self._num_worlds += 1
         return [
             Say(
@@ -296,9 +333,12 @@ class Coordinator:
         self._failures = self._failures + 1 if step == self._failed_at else 1
         self._failed_at = step
         if self._failures > self.settings.most_failures:
+            where = "before the first step"
+            if self.epoch >= 0:
+                where = f"at step {step} and none got past it"
             self.ended = (
-                f"ranks were lost {self._failures} times at step {step} and none got past it; find "
-                f"out what kills them (out of memory?) and start again from the last checkpoint"
+                f"ranks were lost {self._failures} times {where}; find out what kills them (out of "
+                f"memory?) and start again from the last checkpoint"
             )
 
 

@@ -7,6 +7,7 @@ import socket
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,10 @@ from shared.process_mark import make_marked_folder, remove_marked_folder, sweep_
 from swift.membership.channel import ControlChannel
 from swift.membership.client import RUN_PREFIX
 from swift.membership.coordinator import Coordinator, Process, Say, Settings
-from swift.membership.host_loop import HostLoop, disturb
+from swift.membership.host_loop import HostLoop, delay_s, disturb
+from swift.membership.messages import is_known
 from swift.membership.record import FailureRecord
-from swift.membership.supervisor import Launch
+from swift.membership.supervisor import Ended, Launch
 
 __all__ = ["FirstHost", "listen"]
 
@@ -40,6 +42,15 @@ def listen(address: str, port: int) -> socket.socket:
         ) from error
 
 
+@dataclass(slots=True)
+class _Host:
+    """Another host: its supervisor's connection and start, and when it was heard last."""
+
+    channel: ControlChannel
+    start: str
+    heard_s: float
+
+
 class FirstHost(HostLoop):
     """The first host's supervisor."""
 
@@ -50,11 +61,10 @@ class FirstHost(HostLoop):
         self._listener = listener
         self._record = record
         self._coordinator = Coordinator(settings, store=("", 0))
-        self._hosts: dict[int, ControlChannel] = {}  # by host
-        self._heard: dict[int, float] = {}
+        self._hosts: dict[int, _Host] = {}
+        self._restarts: dict[int, tuple[int, float]] = {}  # by rank: its host, and when to start it
         self._told: set[str] = set()
         self._has_rank_failed = False
-        self._can_replace = True
         self._num_ranks = settings.num_ranks
         self._folder = make_marked_folder(_run_parent(), RUN_PREFIX)
         host, port = listener.getsockname()[:2]
@@ -68,7 +78,7 @@ class FirstHost(HostLoop):
         """
         sweep_marked_folders(_run_parent(), RUN_PREFIX)
         self.selector.register(self._listener, selectors.EVENT_READ, ("accept", None))
-        self.start_all()
+        self.start_all(self.launch.ranks)
         from shared.comms.init import open_store  # torch takes seconds, in which processes start
 
         store = open_store(address, timedelta(minutes=5))
@@ -78,21 +88,20 @@ class FirstHost(HostLoop):
         while coordinator.ended is None:
             self.watch(self._handle)
             self._lose_silent_hosts()
-            self._deliver(coordinator.tick(time.time()))
+            self._deliver(coordinator.tick(time.monotonic()))
+            self._start_again()
             if not coordinator.is_released and coordinator.ended is None:
-                replaces = self._can_replace and not self._hosts
+                replaces = self.can_replace and not self._hosts and coordinator.epoch >= 0
                 self.refill(len(coordinator.lost) if replaces else 0)
             if time.monotonic() - last_beat > self.launch.heartbeat_s / 5:
                 last_beat = time.monotonic()
-                for channel in self._hosts.values():
-                    channel.send({"kind": "beat"})
+                for host in self._hosts.values():
+                    host.channel.send({"kind": "beat"})
         return self._finish(coordinator.ended)
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
-        for channel in self._hosts.values():
-            channel.send({"kind": "end", "status": 1})
-            channel.close()
+        self._end_hosts(1)
         self._listener.close()
         remove_marked_folder(self._folder)
 
@@ -107,19 +116,39 @@ class FirstHost(HostLoop):
         elif message["kind"] == "failed":
             self._print_failure(name, message["text"])
         else:
-            self._deliver(self._coordinator.hear(name, message, time.time()))
+            self._deliver(self._coordinator.hear(name, message, time.monotonic()))
 
-    def gone(self, name: str, how: str, status: int | None) -> None:
+    def gone(self, name: str, ended: Ended) -> None:
         """See `HostLoop`."""
-        rank = self._coordinator.rank_of(name)
-        if rank is None and status not in (None, 0):
-            self.num_spares -= 1  # refused, or its script fails: the next one would be, too
-            self._can_replace = False
-            if not self._hosts and not self.count_spares():
-                self._coordinator.expect_no_spare()
-        self._deliver(self._coordinator.lose([name], how, status, time.time()))
-        if rank is not None and self._coordinator.epoch < 0 and status is None:
-            self.started(self.local.start(rank), rank)
+        if not self.can_replace and not self._hosts and not self.count_spares():
+            self._coordinator.expect_no_spare()
+        self._lose([name], ended.how, ended.status, ended.silent_s)
+
+    def _lose(self, names: list[str], how: str, status: int | None, silent_s: float) -> None:
+        """Has lost ranks replaced, and before the first world started again."""
+        coordinator, now = self._coordinator, time.monotonic()
+        known = [coordinator.processes[name] for name in names if name in coordinator.processes]
+        self._deliver(coordinator.lose(names, how, status, now, silent_s))
+        if coordinator.epoch >= 0 or coordinator.ended is not None:
+            return
+        for one in known:
+            if one.rank is not None:
+                self._restarts[one.rank] = (one.host, now + delay_s(coordinator.num_losses - 1))
+                sys.stderr.write(
+                    f"meshyard-swift: rank {one.rank} {how} before the first step; it is started again\n"
+                )
+
+    def _start_again(self) -> None:
+        """Starts ranks that were lost before the first world, where their hosts are there."""
+        now = time.monotonic()
+        for rank, (host, at) in list(self._restarts.items()):
+            if now < at or host not in (self.launch.host, *self._hosts):
+                continue
+            del self._restarts[rank]
+            if host == self.launch.host:
+                self.start(rank)
+            else:
+                self._hosts[host].channel.send({"kind": "start", "rank": rank})
 
     def _print_failure(self, name: str, text: str) -> None:
         """Prints why a process fails, unless another has failed alike, or a rank has ended the run."""
@@ -137,14 +166,17 @@ class FirstHost(HostLoop):
         deadline = time.monotonic() + _STOP_S
         while self.local.names() and time.monotonic() < deadline:
             self.watch(self._handle)
-        for channel in self._hosts.values():
-            channel.send({"kind": "end", "status": int(bool(reason))})
-            channel.close()
-        self._hosts.clear()
+        self._end_hosts(int(bool(reason)))
         if reason:
             sys.stderr.write(f"meshyard-swift: {reason}\n")
         self._record.finish(reason)
         return int(bool(reason))
+
+    def _end_hosts(self, status: int) -> None:
+        for host in self._hosts.values():
+            host.channel.send({"kind": "end", "status": status})
+            host.channel.close()
+        self._hosts.clear()
 
     def _deliver(self, says: list[Say]) -> None:
         for name, message in says:
@@ -177,22 +209,27 @@ class FirstHost(HostLoop):
         if host == self.launch.host:
             self.local.send(name, message)
         elif host in self._hosts:
-            self._hosts[host].send({"kind": "to", "name": name, "message": message})
+            self._hosts[host].channel.send({"kind": "to", "name": name, "message": message})
 
     def _lose_silent_hosts(self) -> None:
         now = time.monotonic()
-        for host in [
-            h for h, heard in self._heard.items() if now - heard > self.launch.heartbeat_s
-        ]:
-            self._lose_host(host, "was cut off: its host sent no heartbeat")
+        for number, host in list(self._hosts.items()):
+            silent_s = now - host.heard_s
+            if silent_s > self.launch.heartbeat_s:
+                _send_fence(host.channel)  # one that was stopped reads it when it goes on
+                self._lose_host(number, "was cut off: its host sent no heartbeat", silent_s)
 
-    def _lose_host(self, host: int, how: str) -> None:
-        channel = self._hosts.pop(host)
-        del self._heard[host]
-        self.selector.unregister(channel)
-        channel.close()
-        names = [one.name for one in self._coordinator.processes.values() if one.host == host]
-        self._deliver(self._coordinator.lose(names, how, None, time.time()))
+    def _lose_host(self, number: int, how: str, silent_s: float = 0.0) -> None:
+        host = self._hosts.pop(number)
+        self.selector.unregister(host.channel)
+        host.channel.close()
+        coordinator = self._coordinator
+        names = [one.name for one in coordinator.processes.values() if one.host == number]
+        self._lose(names, how, None, silent_s)
+        if coordinator.epoch < 0:  # it may not have read which ones to start again
+            self._restarts |= {
+                one["rank"]: (number, 0.0) for one in coordinator.lost if one["host"] == number
+            }
 
     def _handle(self, key: Any) -> None:
         kind, host = key.data
@@ -202,9 +239,12 @@ class FirstHost(HostLoop):
         elif kind == "peer":
             channel = key.fileobj
             for message in channel.receive():
+                if not is_known(message):
+                    channel.is_closed = True
+                    break
                 host = self._hear_peer(channel, host, message)
             if channel.is_closed and channel.fileno() >= 0:
-                if host in self._hosts and self._hosts[host] is channel:
+                if host in self._hosts and self._hosts[host].channel is channel:
                     self._lose_host(host, "ended with its host's supervisor")
                 else:
                     self.selector.unregister(channel)
@@ -214,31 +254,66 @@ class FirstHost(HostLoop):
         self, channel: ControlChannel, host: int | None, message: dict[str, Any]
     ) -> int | None:
         if message["kind"] == "hello":
-            new: int = message["host"]
-            if new in self._hosts:
-                self._lose_host(new, "was replaced: its host came back")
-            self._hosts[new] = channel
-            self.selector.modify(channel, selectors.EVENT_READ, ("peer", new))
-            host = new
-        elif message["kind"] == "started":
-            name, rank = message["name"], message["rank"]
-            self._coordinator.add(Process(name, int(name.split(".")[0]), rank))
-        elif message["kind"] == "from":
+            host = self._welcome(channel, message)
+        elif message["kind"] == "started" and host is not None:
+            self._coordinator.add(Process(message["name"], host, message["rank"]))
+        elif message["kind"] == "from" and host is not None:
             self.said(message["name"], message["message"])
-        elif message["kind"] == "gone":
-            how, status = message["how"], message["status"]
-            self._deliver(self._coordinator.lose([message["name"]], how, status, time.time()))
+        elif message["kind"] == "gone" and host is not None:
+            told = message["how"], message["status"], message["silent_s"]
+            self._lose([message["name"]], *told)
         elif message["kind"] == "status":
             channel.send(self._describe())
         elif message["kind"] == "inject":
             channel.send(self._inject(message["fault"], message["rank"], message["seconds"]))
-        if host is not None:
-            self._heard[host] = time.monotonic()
+        if host is not None and host in self._hosts:
+            self._hosts[host].heard_s = time.monotonic()
         return host
+
+    def _welcome(self, channel: ControlChannel, hello: dict[str, Any]) -> int | None:
+        """Takes another host in; None if it cannot be one, or must come back without ranks."""
+        host = hello["host"]
+        if why := self._unlike(hello):
+            channel.send({"kind": "refuse", "reason": why})
+            return None
+        if hello["starts"] and self._coordinator.epoch >= 0:
+            _send_fence(channel)
+            return None
+        if host in self._hosts:
+            self._lose_host(host, "was replaced: its host came back")
+        for rank in hello["starts"]:
+            self._restarts.pop(rank, None)
+        self._hosts[host] = _Host(channel, hello["start"], time.monotonic())
+        self.selector.modify(channel, selectors.EVENT_READ, ("peer", host))
+        return host
+
+    def _unlike(self, hello: dict[str, Any]) -> str:
+        """Why another supervisor cannot be of this run; "" if it can."""
+        host, ours = hello["host"], self.launch
+        num_hosts = ours.world_size // len(ours.ranks)
+        wanted = (len(ours.ranks), ours.world_size, ours.heartbeat_s)
+        given = (hello["num_ranks"], hello["world_size"], hello["heartbeat_s"])
+        if given != wanted:
+            theirs, first = (
+                f"-n {one[0]}, {one[1]} ranks in all and --heartbeat {one[2]:g}"
+                for one in (given, wanted)
+            )
+            return (
+                f"host {host}: expected {first}, as the first host has, got {theirs}; start it with "
+                f"the same -n, --nnodes and --heartbeat"
+            )
+        there = self._hosts.get(host)
+        if not 0 < host < num_hosts or (there is not None and there.start != hello["start"]):
+            return (
+                f"host {host}: expected a --node-rank of its own, 1 to {num_hosts - 1}, got one that "
+                f"another host has; give each host its own"
+            )
+        return ""
 
     def _describe(self) -> dict[str, Any]:
         return {
             "epoch": self._coordinator.epoch,
+            "num_recoveries": self._coordinator.num_recoveries,
             "processes": [
                 {
                     "name": one.name,
@@ -266,8 +341,13 @@ class FirstHost(HostLoop):
         if process.host == self.launch.host:
             disturb(self.local, command)
         else:
-            self._hosts[process.host].send(command)
+            self._hosts[process.host].channel.send(command)
         return {"process": process.name}
+
+
+def _send_fence(channel: ControlChannel) -> None:
+    why = "is told that the run goes on without its ranks: they are killed here, and spares started"
+    channel.send({"kind": "fence", "why": why})
 
 
 def _run_parent() -> Path:

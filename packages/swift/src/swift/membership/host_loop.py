@@ -7,19 +7,28 @@ import selectors
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from swift.membership.supervisor import Launch, Local
+from swift.membership.supervisor import Ended, Launch, Local
 
-__all__ = ["HostLoop", "disturb", "environment"]
+__all__ = ["HostLoop", "delay_s", "disturb", "environment"]
 
 _LOOK_S = 0.05
 """Silence is seen this long after the limit at most."""
 _QUIET_S = 1.0
 """A used spare is replaced this long after, when the recovery is over."""
+_AGAIN_S = 0.1
+_MOST_KILLED = 5
+"""Spares in a row that are killed before they are ready, behind which no more are started."""
+
+
+def delay_s(num_before: int) -> float:
+    """Seconds to wait before a process is started again: none at first, then ever more."""
+    return _AGAIN_S * (2**num_before - 1)
 
 
 def environment(*, is_single: bool) -> dict[str, str]:
@@ -42,7 +51,11 @@ class HostLoop:
         self.selector = selectors.DefaultSelector()
         self.local = Local(launch, self.selector)
         self.num_spares = launch.num_spares
+        self.can_replace = True
+        """Whether a process that is started would become a spare, for all that is known."""
+        self._num_killed = 0
         self._replace_at = 0.0
+        self._again_at = 0.0
         self._woken, self._wakes = socket.socketpair()
         self._interrupted = 0
         self._handlers: dict[int, Any] = {}
@@ -55,14 +68,18 @@ class HostLoop:
         """A process of this host has said something."""
         raise NotImplementedError
 
-    def gone(self, name: str, how: str, status: int | None) -> None:
+    def gone(self, name: str, ended: Ended) -> None:
         """A process of this host has ended."""
         raise NotImplementedError
 
-    def start_all(self) -> None:
-        """Starts this host's processes."""
-        for name, rank in self.local.start_all():
-            self.started(name, rank)
+    def start(self, rank: int | None) -> None:
+        """Starts a process."""
+        self.started(self.local.start(rank), rank)
+
+    def start_all(self, ranks: Sequence[int]) -> None:
+        """Starts this host's processes: ranks, then spares."""
+        for rank in [*ranks, *[None] * self.num_spares]:
+            self.start(rank)
 
     def watch(self, handle: Callable[[Any], None]) -> None:
         """Waits for events, not for long, and handles them; kills processes that are silent."""
@@ -71,11 +88,15 @@ class HostLoop:
             kind, what = key.data
             if kind == "says":
                 for message in self.local.receive(what):
+                    if message["kind"] == "ready":
+                        self._num_killed = 0
                     self.said(what, message)
             elif kind == "ended":
                 if what in self.local.names():
-                    how, status = self.local.reap(what)
-                    self.gone(what, how, status)
+                    ended = self.local.reap(what)
+                    if ended.rank is None:
+                        self._lose_spare(ended)
+                    self.gone(what, ended)
             else:
                 handle(key)
         self.local.fence_silent()
@@ -90,9 +111,27 @@ class HostLoop:
         missing = max(self.num_spares, num_waiting) - self.count_spares()
         if missing <= 0:
             self._replace_at = now + _QUIET_S
-        elif num_waiting or now > self._replace_at:
+        elif now > (self._again_at if num_waiting else max(self._again_at, self._replace_at)):
             for _ in range(missing):
-                self.started(self.local.start(None), None)
+                self.start(None)
+
+    def _lose_spare(self, ended: Ended) -> None:
+        """Starts fewer spares where they fail, and later ones where they are killed before they are ready."""
+        if ended.status is None and not ended.was_ready:
+            self._num_killed += 1
+            self._again_at = time.monotonic() + delay_s(self._num_killed)
+        has_failed = ended.status not in (
+            None,
+            0,
+        )  # refused, or its script fails: so would the next
+        if has_failed or self._num_killed > _MOST_KILLED:
+            self.num_spares -= 1
+            self.can_replace = False
+        if self._num_killed == _MOST_KILLED + 1:
+            sys.stderr.write(
+                f"meshyard-swift: {self._num_killed} spares of host {self.launch.host} in a row were "
+                f"lost before they were ready, the last one {ended.how}; no more are started\n"
+            )
 
     def interrupt(self, number: int, frame: object) -> None:
         """Ends the loop: handler of SIGINT and SIGTERM."""

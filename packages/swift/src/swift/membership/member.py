@@ -43,8 +43,8 @@ class NewWorld:
         store: host and port of the store to meet at.
         backend: "gloo" or "nccl".
         timeout_s: how long one message may take.
-        lost: what was lost before, by rank: how, and when it was seen.
-        received_s: when this process learned of it, by its clock.
+        lost: what was lost before: rank, how, and since when it had been silent or was gone, by this
+            process's clock (`since_s`); the time that the message took is left out.
     """
 
     epoch: int
@@ -55,7 +55,6 @@ class NewWorld:
     backend: str
     timeout_s: float
     lost: tuple[dict[str, Any], ...]
-    received_s: float
 
 
 class Membership:
@@ -139,6 +138,7 @@ class Membership:
                 if world is not None and world.epoch == self._announced:
                     self.rank, self.world_size = world.rank, world.world_size
                     self._is_new_world = True
+                    _tell_rank(world)
                     return world
                 self._changed.wait()
         return None
@@ -179,8 +179,11 @@ class Membership:
             if message["kind"] == "world":
                 fields = {key: value for key, value in message.items() if key != "kind"}
                 fields["store"] = tuple(fields["store"])
-                fields["lost"] = tuple(fields["lost"])
-                self._world = NewWorld(**fields, received_s=time.time())
+                now_s = time.monotonic()
+                fields["lost"] = tuple(
+                    {**one, "since_s": now_s - one["ago_s"]} for one in fields["lost"]
+                )
+                self._world = NewWorld(**fields)
             self._changed.notify_all()
         threading.Thread(target=self._free, args=(message["epoch"],), daemon=True).start()
 
@@ -210,6 +213,13 @@ class Membership:
             yield
         finally:
             is_left.set()
+
+
+def _tell_rank(world: NewWorld) -> None:
+    """Sets torchrun's variables where they have changed, as on a spare that becomes a rank."""
+    for name, value in (("RANK", world.rank), ("WORLD_SIZE", world.world_size)):
+        if os.environ.get(name) != str(value):
+            os.environ[name] = str(value)
 
 
 class StuckWatch:

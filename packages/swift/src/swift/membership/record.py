@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
+from shared.errors import ConfigError
 from shared.files import write_atomically
 
 __all__ = ["FailureRecord"]
@@ -14,11 +16,23 @@ _FORMAT = 1
 
 
 class FailureRecord:
-    """Failures so far; written to a file after each, where there is one."""
+    """Failures so far; written to a file at once and after each, where there is one."""
 
     def __init__(self, file: Path | None) -> None:
+        """Writes a file without failures.
+
+        Raises:
+            ConfigError: it cannot be written. Later this is said on stderr, and the run goes on.
+        """
         self._file = file
         self._by_epoch: dict[int, dict[str, Any]] = {}
+        self._is_told = False
+        try:
+            self._try_to_write(None)
+        except OSError as error:
+            raise ConfigError(
+                f"--report {file}: expected a file that can be written, got {error}; give another path"
+            ) from error
 
     def add(self, record: dict[str, Any]) -> None:
         """Adds one rank's account of a recovery."""
@@ -39,6 +53,16 @@ class FailureRecord:
         self._write(reason)
 
     def _write(self, ended: str | None) -> None:
+        try:
+            self._try_to_write(ended)
+        except OSError as error:
+            if not self._is_told:
+                sys.stderr.write(
+                    f"meshyard-swift: the report {self._file} could not be written: {error}\n"
+                )
+            self._is_told = True
+
+    def _try_to_write(self, ended: str | None) -> None:
         if self._file is not None:
             self._file.parent.mkdir(parents=True, exist_ok=True)
             record = {"format": _FORMAT, "ended": ended, "failures": self.failures()}

@@ -18,14 +18,15 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from shared.comms.launch.forking import START_S, Forked, fork
 from shared.errors import ConfigError
 from swift.membership.channel import ControlChannel
 
-__all__ = ["Launch", "Local"]
+__all__ = ["Ended", "Launch", "Local"]
 
 _ENTRY = "swift.membership.worker"
 _MODULES = (
@@ -77,15 +78,36 @@ class Launch:
             )
 
 
+class Ended(NamedTuple):
+    """How a process ended.
+
+    Attributes:
+        rank: its place; None of a spare.
+        was_ready: whether it had come to the loop.
+        how: in words.
+        status: its status if it exited; None if it was killed.
+        silent_s: how long it had sent nothing when it was killed for that; else 0.
+    """
+
+    rank: int | None
+    was_ready: bool
+    how: str
+    status: int | None
+    silent_s: float
+
+
 @dataclass(slots=True)
 class _Child:
     name: str
     rank: int | None
+    local_rank: int
     forked: Forked
     channel: ControlChannel
     pidfd: int
     heard_s: float
+    is_ready: bool = False
     is_named: bool = False
+    silent_s: float = 0.0  # when it was killed for it
 
 
 class Local:
@@ -97,15 +119,6 @@ class Local:
         self._children: dict[str, _Child] = {}
         self._count = 0
 
-    def start_all(self) -> list[tuple[str, int | None]]:
-        """Starts ranks, then spares; returns their names and ranks."""
-        wanted = [*self._launch.ranks, *[None] * self._launch.num_spares]
-        return [(self.start(rank), rank) for rank in wanted]
-
-    def relaunch(self, launch: Launch) -> None:
-        """Starts other processes from now on; names go on."""
-        self._launch = launch
-
     def start(self, rank: int | None) -> str:
         """Starts a process and returns its name.
 
@@ -116,12 +129,14 @@ class Local:
         name = f"{launch.host}.{self._count}"
         self._count += 1
         ours, theirs = socket.socketpair()
+        local_rank = self._free_place()
         env = {**os.environ, **launch.env}
         env["WORLD_SIZE"] = str(launch.world_size)
+        env["GROUP_RANK"] = str(launch.host)
+        env["LOCAL_WORLD_SIZE"] = str(len(launch.ranks))
+        env["LOCAL_RANK"] = str(local_rank)
         if rank is not None:
             env["RANK"] = str(rank)
-            env["LOCAL_RANK"] = str(launch.ranks.index(rank))
-            env["LOCAL_WORLD_SIZE"] = str(len(launch.ranks))
         socket.send_fds(ours, [b"o"], [sys.stdout.fileno()])
         words = [0, -1 if rank is None else rank, launch.world_size, launch.heartbeat_s]
         with theirs:
@@ -138,9 +153,8 @@ class Local:
             raise ConfigError(
                 "expected Linux and memory for a process more, got neither; free some"
             )
-        child = _Child(
-            name, rank, forked, ControlChannel(ours), os.pidfd_open(forked.pid), time.monotonic()
-        )
+        channel, pidfd = ControlChannel(ours), os.pidfd_open(forked.pid)
+        child = _Child(name, rank, local_rank, forked, channel, pidfd, time.monotonic())
         self._children[name] = child
         self._selector.register(child.channel, selectors.EVENT_READ, ("says", name))
         self._selector.register(child.pidfd, selectors.EVENT_READ, ("ended", name))
@@ -162,10 +176,11 @@ class Local:
         if child.channel.is_closed:
             self._selector.unregister(child.channel)  # `ended` follows
         child.heard_s = time.monotonic()
+        child.is_ready = child.is_ready or any(one["kind"] == "ready" for one in messages)
         return messages
 
-    def reap(self, name: str) -> tuple[str, int | None]:
-        """Forgets a process that has ended; returns how it ended, and its status if it exited."""
+    def reap(self, name: str) -> Ended:
+        """Forgets a process that has ended."""
         child = self._children.pop(name)
         with suppress(KeyError, ValueError):
             self._selector.unregister(child.channel)
@@ -173,9 +188,15 @@ class Local:
         os.close(child.pidfd)
         child.channel.close()
         code = child.forked.wait()
+        how, status = f"ended with status {code}", code
         if code < 0:
-            return f"was killed by signal {-code} ({signal.Signals(-code).name})", None
-        return f"ended with status {code}", code
+            how, status = f"was killed by signal {-code} ({signal.Signals(-code).name})", None
+        return Ended(child.rank, child.is_ready, how, status, child.silent_s)
+
+    def _free_place(self) -> int:
+        """The least LOCAL_RANK that no process of this host has: ranks come first, spares follow."""
+        taken = {child.local_rank for child in self._children.values()}
+        return next(place for place in count() if place not in taken)
 
     def rank_of(self, name: str) -> int | None:
         """The rank of a process; None of a spare."""
@@ -199,6 +220,7 @@ class Local:
                 child.is_named = False
                 continue
             if _is_stopped(child.forked.pid) or silent_s > _GRACE * limit:
+                child.silent_s = silent_s
                 child.forked.kill()
             elif not child.is_named:
                 child.is_named = True
