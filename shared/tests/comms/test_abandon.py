@@ -164,6 +164,14 @@ def severed_with_connections_of_its_own() -> str:
     return other.recv(5).decode()
 
 
+def test_a_store_that_is_not_reached_is_named():
+    limit = timedelta(seconds=0.2)
+    with pytest.raises(
+        CommError, match=r"ranks meet at 127\.0\.0\.1:1 within 0\.2 s, got .*; have"
+    ):
+        join(0, 1, ("127.0.0.1", 1), backend="gloo", timeout=limit)
+
+
 def test_connections_of_others_are_left_alone():
     with RankPool(2, timeout=LIMIT) as pool:
         assert pool.run(severed_with_connections_of_its_own).results == ["whole"] * 2

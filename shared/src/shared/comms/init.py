@@ -47,6 +47,8 @@ __all__ = [
     "wait_in",
 ]
 
+_REACH = timedelta(seconds=30)
+"""A store that another process has opened is there, or will not come."""
 _TORCHRUN_KEYS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -142,6 +144,9 @@ def join(
 
     Returns:
         The group of all ranks.
+
+    Raises:
+        CommError: another process's store cannot be reached in time, 30 s at most.
     """
     global _num_peers
     _num_peers = world_size
@@ -164,7 +169,17 @@ def _reached(address: tuple[str, int], timeout: timedelta) -> Any:
     longer each time, and may each time ask a name server, which can take it seconds.
     """
     before = _connections()
-    store = dist.TCPStore(*address, timeout=timeout)
+    limit = min(timeout, _REACH)
+    try:
+        store = dist.TCPStore(*address, timeout=limit)
+    except dist.DistError as error:
+        host, port = address
+        raise CommError(
+            f"expected the store in which ranks meet at {host}:{port} within "
+            f"{limit.total_seconds():g} s, got {str(error).splitlines()[0]}; have this host reach that "
+            f"port"
+        ) from error
+    store.set_timeout(timeout)
     _recorded.update(_connections() - before)
     return store
 
