@@ -1,4 +1,4 @@
-"""Contenders as running jobs: start one, kill one of its ranks, and read when all are at work again."""
+"""Contenders as running jobs: start one, disturb one of its ranks, and read when all are at work again."""
 
 import itertools
 import json
@@ -8,15 +8,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from peer import HOME
+from shared.comms import NetLab
 
-__all__ = ["Failure", "Job", "Lost", "swift", "torchft", "torchrun"]
+__all__ = ["Failure", "Job", "Lost", "swift", "swift_on_two_hosts", "torchft", "torchrun"]
 
 HERE = Path(__file__).parent
 RANKS = {"linear": 3, "minilm": 3, "llama": 4}
@@ -33,10 +34,10 @@ class Lost(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What one killed rank cost.
+    """What one lost rank, or several at once, cost.
 
     Attributes:
-        back_s: seconds from the signal until as many ranks that live have finished the step that was under way
+        back_s: seconds from the fault until as many ranks that live have finished the step that was under way
             or a later one.
         stall_s: the longest that a survivor went without finishing a step, less its usual step; None if no
             rank survived.
@@ -121,8 +122,30 @@ class Job:
         ]
         raise Lost(f"no {self._num_ranks} ranks finished step {step} in {limit_s:g} s; {words}")
 
-    def fail(self, draw: random.Random, settle_steps: int = 12) -> Failure:
-        """Kills a rank at a random moment of a step, and waits until all are at work again."""
+    def fail(self, draw: random.Random, number: int = signal.SIGKILL) -> Failure:
+        """Kills or stops a rank at a random moment of a step, and waits until all are at work again."""
+
+        def send(working: list[dict[str, Any]]) -> set[int]:
+            victim = draw.choice(working)["pid"]
+            os.kill(victim, number)
+            return {victim}
+
+        return self.disturb(draw, send)
+
+    def disturb(
+        self,
+        draw: random.Random,
+        fault: Callable[[list[dict[str, Any]]], set[int]],
+        settle_steps: int = 12,
+    ) -> Failure:
+        """Waits for a random moment of a step, commits a fault, and waits until all are at work again.
+
+        Args:
+            draw: draws the moment.
+            fault: gets the newest line of each rank at work, by rank; returns the processes that it takes
+                out of the job.
+            settle_steps: steps to wait for before.
+        """
         self.look()
         at = max((line["step"] for line in self.lines), default=0)
         known = {line["pid"] for line in self.lines}
@@ -141,11 +164,10 @@ class Job:
         self.look()
         target = max(line["step"] for line in self.lines) + 1
         working = [line for line in last.values() if line.get("is_part", True)]
-        victim = draw.choice(sorted(working, key=lambda line: line["rank"]))["pid"]
         since, begun = len(self.lines), time.monotonic()
-        os.kill(victim, signal.SIGKILL)
-        back = self.wait_for(target, {*gone, victim}, _RECOVER_S, since)
-        survivors = [pid for pid in last if pid != victim and Path(f"/proc/{pid}").exists()]
+        victims = fault(sorted(working, key=lambda line: line["rank"]))
+        back = self.wait_for(target, {*gone, *victims}, _RECOVER_S, since)
+        survivors = [pid for pid in last if pid not in victims and Path(f"/proc/{pid}").exists()]
         stalls = []
         for pid in survivors:
             times = [t for t in self._times(pid) if t >= begun - 2 * step_s and t <= back + 0.01]
@@ -192,26 +214,48 @@ def _stopped(job: Job) -> Iterator[Job]:
 
 @contextmanager
 def swift(
-    folder: Path, kind: str, steps: int, mode: str = "exact", spares: int = 1
+    folder: Path,
+    kind: str,
+    steps: int,
+    mode: str = "exact",
+    spares: int = 1,
+    options: Sequence[str] = (),
 ) -> Iterator[Job]:
-    """Ours, with warm spares."""
-    name = "swift_sharded.py" if kind == "llama" else "swift_train.py"
-    script = [str(HERE / name), *_args(folder, kind, steps), "--mode", mode]
-    command = [
-        sys.executable,
-        "-m",
-        "swift",
-        "run",
-        "-n",
-        str(RANKS[kind]),
-        "--spares",
-        str(spares),
-        script[0],
-        "--",
-        *script[1:],
-    ]
+    """Ours, with warm spares; `options` are `meshyard-swift run`'s."""
+    words = _swift_run(RANKS[kind], "--spares", str(spares), *options)
+    command = [*words, *_swift_script(folder, kind, steps), "--mode", mode]
     with _stopped(Job({"run": command}, folder, RANKS[kind])) as job:
         yield job
+
+
+@contextmanager
+def swift_on_two_hosts(
+    folder: Path, lab: NetLab, kind: str, steps: int, ranks_a_host: int, options: Sequence[str]
+) -> Iterator[Job]:
+    """Ours on two emulated hosts, as many spares as a host has ranks on the first one."""
+    commands = {}
+    for host in range(2):
+        hosts = ["--nnodes", "2", "--node-rank", str(host), "--master-addr", lab.address(0)]
+        spares = ["--spares", str(0 if host else ranks_a_host)]
+        commands[f"host{host}"] = [
+            *lab.command(host),
+            *("env", "GLOO_SOCKET_IFNAME=veth0"),
+            *_swift_run(ranks_a_host, *spares, *hosts, *options),
+            *_swift_script(folder, kind, steps),
+        ]
+    with _stopped(Job(commands, folder, 2 * ranks_a_host)) as job:
+        yield job
+
+
+def _swift_run(num_ranks: int, *options: str) -> list[str]:
+    """The command line up to the script."""
+    return [sys.executable, "-m", "swift", "run", "-n", str(num_ranks), *options]
+
+
+def _swift_script(folder: Path, kind: str, steps: int) -> list[str]:
+    """The script and its arguments."""
+    name = "swift_sharded.py" if kind == "llama" else "swift_train.py"
+    return [str(HERE / name), "--", *_args(folder, kind, steps)]
 
 
 @contextmanager
