@@ -27,7 +27,7 @@ SMALL = LlamaConfig(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("text", nargs="?", type=Path, default=Path(__file__))
-    parser.add_argument("--limit", default="4GiB", help="of a step's memory")
+    parser.add_argument("--limit", default="4GiB", help="of the process's memory")
     parser.add_argument("--model", type=Path, help="a Hugging Face folder")
     parser.add_argument("--tokens", type=int, default=512, help="of a batch")
     parser.add_argument("--steps", type=int, default=3)

@@ -1,4 +1,4 @@
-"""Plans around models on two gloo ranks: FSDP2, DDP and tensors of other classes."""
+"""Plans around models on gloo ranks: FSDP2, DDP and tensors of other classes."""
 
 from datetime import timedelta
 
@@ -109,18 +109,26 @@ def with_sharded_tensors(plans):
     return _compare(model, plans)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "function",
-    [
-        under_fsdp,
-        pytest.param(under_ddp, marks=pytest.mark.slow),
-        pytest.param(with_sharded_tensors, marks=pytest.mark.slow),
-        pytest.param(under_fsdp_with_mixed_precision, marks=pytest.mark.slow),
-    ],
+    [under_fsdp, under_ddp, with_sharded_tensors, under_fsdp_with_mixed_precision],
 )
 def test_losses_and_gradients_are_those_without_a_plan(ranks, function):
     for rank in ranks.run(function, PLANS, timeout=timedelta(minutes=3)).results:
-        for same_loss, same_gradients, num_restored in rank:
-            assert same_loss
-            assert same_gradients
-            assert num_restored == 3 * 2 * 2
+        _check(rank)
+
+
+def test_a_rank_alone_has_the_losses_and_gradients_that_it_has_without_a_plan():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        _check(under_fsdp(PLANS))
+    finally:
+        dist.destroy_process_group()
+
+
+def _check(found):
+    for same_loss, same_gradients, num_restored in found:
+        assert same_loss
+        assert same_gradients
+        assert num_restored == 3 * 2 * 2

@@ -270,7 +270,7 @@ def test_with_room_nothing_that_rounds_otherwise_is_chosen(model, profile):
     assert all(torch.equal(found[name], one) for name, one in expected[1].items())
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_whichever_items_are_there_all_that_is_saved_is_there_in_the_backward(name):
     """What `least_layer` is made of."""
     model = make_model(name, num_layers=1)
