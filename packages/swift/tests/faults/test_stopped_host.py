@@ -3,6 +3,7 @@
 import os
 import signal
 import socket
+import sys
 import time
 from pathlib import Path
 
@@ -59,7 +60,9 @@ def test_a_host_that_was_stopped_comes_back_with_spares(driver, tmp_path):
         fenced, _ = hosts[1].communicate(timeout=30)
     finally:
         for host in hosts:
-            host.kill()
+            if host.poll() is None:
+                host.kill()
+                sys.stderr.write(host.communicate()[0])
     assert (hosts[0].returncode, hosts[1].returncode) == (0, 0), printed + fenced
     assert "they are killed here" in fenced
     assert left == []

@@ -266,7 +266,7 @@ class FirstHost(HostLoop):
             channel.send(self._describe())
         elif message["kind"] == "inject":
             channel.send(self._inject(message["fault"], message["rank"], message["seconds"]))
-        if host is not None and host in self._hosts:
+        if message["kind"] != "hello" and host is not None and host in self._hosts:
             self._hosts[host].heard_s = time.monotonic()
         return host
 
@@ -283,7 +283,9 @@ class FirstHost(HostLoop):
             self._lose_host(host, "was replaced: its host came back")
         for rank in hello["starts"]:
             self._restarts.pop(rank, None)
-        self._hosts[host] = _Host(channel, hello["start"], time.monotonic())
+        # It starts its first process before it is heard again, for which modules are imported.
+        heard_s = time.monotonic() + self._coordinator.settings.wait_s
+        self._hosts[host] = _Host(channel, hello["start"], heard_s)
         self.selector.modify(channel, selectors.EVENT_READ, ("peer", host))
         return host
 
