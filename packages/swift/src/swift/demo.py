@@ -188,6 +188,7 @@ def _draw(found: DemoTraining, path: Path) -> None:
     failure = found.failures[0]
     target = failure["target"]
     rows: dict[str, list[Bar]] = {}
+    known: set[int] = set()
     lost = None
     for ends in sorted(found.steps.values(), key=lambda ends: (ends[0][0], ends[0][2])):
         rank = ends[0][0]
@@ -198,8 +199,8 @@ def _draw(found: DemoTraining, path: Path) -> None:
         ]
         repeated_s = next((at for _, step, at in ends if step == target + 1), None)
         phases = failure["ranks"].get(str(rank))
-        is_newcomer = ends[0][1] > target
-        name = f"spare, now rank {rank}" if is_newcomer else f"rank {rank}"
+        name = f"spare, now rank {rank}" if rank in known else f"rank {rank}"
+        known.add(rank)
         if repeated_s is None:
             name = f"rank {rank}, killed"
         elif phases is not None:
