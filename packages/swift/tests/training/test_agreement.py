@@ -1,13 +1,15 @@
 """What ranks do by what all of them hold: on two real ranks."""
 
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
 
 import swift
 from shared.comms import Group
-from shared.errors import DataError
+from shared.errors import CommError, DataError
+from swift.recovery.transfer import list_fetches, move
 from swift.training.agreement import HeldStates, begin_equal, expect_equal, gather_sizes
 
 SETS = [[0, 1]]
@@ -65,8 +67,38 @@ def compare():
     return str(caught.value)
 
 
+def fetch_a_step():
+    """A survivor that is a step behind fetches; at first the other is lost meanwhile."""
+    rank = Group.world().rank
+    _, dp = make()
+    step(dp, 0)
+    if rank == 1:
+        dp.undo([0, 1, 2])
+    sizes = gather_sizes(Group.world(), dp, could_undo=True)
+    fetches = list_fetches({1: {0: 0, 1: 0, 2: 0}}, SETS)
+    before = [sorted(dp.state_of(entry)) for entry in range(3)]
+
+    def fetch():
+        move(
+            Group.world(), dp, fetches, 1, is_lost=False,
+            rest_bytes=sizes.rest_bytes, num_tensors=sizes.num_tensors,
+        )  # fmt: skip
+
+    with (
+        patch("swift.recovery.transfer.reach", side_effect=CommError("lost")),
+        pytest.raises(CommError),
+    ):
+        fetch()
+    assert dp.versions() == [1 - rank] * 3
+    assert [sorted(dp.state_of(entry)) for entry in range(3)] == before
+    fetch()
+    assert dp.versions() == [1, 1, 1]
+    expect_equal(Group.world(), dp, SETS, 1)
+    return [len(names) for names in before]
+
+
 def do_all():
-    return begin_unlike(), compare()
+    return begin_unlike(), compare(), fetch_a_step()
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +107,7 @@ def found(two_ranks):
 
 
 def test_those_built_unlike_the_first_that_lives_are_filled_from_it(found):
-    assert [unlike for unlike, _ in found] == [[[1], [0], [1]]] * 2
+    assert [unlike for unlike, _, _ in found] == [[[1], [0], [1]]] * 2
 
 
 def test_states_that_differ_end_the_recovery_and_name_the_ranks(found):
@@ -83,4 +115,8 @@ def test_states_that_differ_end_the_recovery_and_name_the_ranks(found):
         "after the recovery to step 1, ranks [1] differ from rank 0, whose state they replicate; a "
         "parameter was changed outside the optimizer, or memory is faulty: go back to a checkpoint"
     )
-    assert [text for _, text in found] == [expected] * 2
+    assert [text for _, text, _ in found] == [expected] * 2
+
+
+def test_a_survivors_state_stays_as_it_was_until_all_is_fetched(found):
+    assert [counts for _, _, counts in found] == [[2, 2, 1], [1, 1, 1]]
