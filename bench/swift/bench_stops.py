@@ -91,7 +91,7 @@ def bench_host_cut_off(benchmark, record_claim):
 
     def run(lab, cut):
         with (
-            tempfile.TemporaryDirectory(dir=ROOT) as folder,
+            tempfile.TemporaryDirectory() as folder,  # each host has a /dev/shm of its own
             contest.swift_on_two_hosts(Path(folder), lab, KIND, STEPS_A_CUT, 2, OPTIONS) as job,
         ):
             failure = cut(job)
