@@ -120,7 +120,7 @@ MODELS = {
 def test_a_models_folder_that_is_none_is_told(package, tell):
     Path("prompts.jsonl").write_text('"one"\n')
     Path("bare").mkdir()
-    for model, what in (("none", "there is nothing"), ("bare", "in which it is missing")):
+    for model, what in (("none", "there is nothing"), ("bare", "got a folder without it")):
         told = tell(package, MODELS[package], model)
         assert told.startswith(f"{model}: expected a model's folder with config.json, ")
         assert told.endswith(

@@ -105,7 +105,7 @@ def test_mixtures_of_experts_are_refused_by_name(family):
 
 
 def test_what_is_no_model_is_refused(tmp_path):
-    told = r"expected a model's folder with config\.json, in which it is missing; give"
+    told = r"expected a model's folder with config\.json, got a folder without it; give"
     with pytest.raises(DataError, match=told):
         ModelSpec.from_hf(tmp_path)
     (tmp_path / "config.json").write_text("{")

@@ -163,7 +163,7 @@ def read_model_config(
     if path.is_dir() or not may_be_file:
         path /= "config.json"
     if not path.is_file():
-        told = "in which it is missing" if Path(model).is_dir() else "there is nothing"
+        told = "got a folder without it" if Path(model).is_dir() else "there is nothing"
         raise DataError(
             f"{os.fspath(model)}: expected a model's folder with config.json"
             f"{', or ' * bool(other)}{other}, {told}; give a folder that save_pretrained or an "

@@ -234,7 +234,7 @@ def test_sources_that_are_no_model_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="no preset 'x'; there are tiny-llama, small-llama"):
         read_config("config:x")
     with pytest.raises(
-        DataError, match=r"expected a model's folder with config\.json, .*, in which it is missing"
+        DataError, match=r"expected a model's folder with config\.json, .*, got a folder without it"
     ):
         read_config(tmp_path)
     with pytest.raises(ConfigError, match=r"expected config:NAME, a folder.*got a int"):

@@ -12,7 +12,7 @@ from memo.profiler.analytic.analysis import LINKS, OPTIMIZERS, Analysis
 from memo.profiler.analytic.fake_model import FakeModel
 from memo.profiler.analytic.model_shapes import SHAPES, read_config
 from memo.profiler.layer_tiles import TILE_ROWS
-from shared.errors import ConfigError
+from shared.errors import ConfigError, DataError
 from shared.topology.device import PRESETS
 
 pytestmark = pytest.mark.unchecked  # every operation of a step is counted
@@ -204,20 +204,24 @@ def test_tokens_that_ranks_cannot_share_are_refused():
 
 
 @pytest.mark.parametrize(
-    "text",
+    ("text", "kind", "told"),
     [
-        None,
-        "{",
-        "[]",
-        '{"model_type": "unheard-of"}',
-        '{"model_type": "llama", "hidden_size": "big"}',
-        '{"model_type": "llama", "hidden_size": 100, "num_attention_heads": 3}',
+        (None, DataError, "with config.json, or one of llama-7b"),
+        ("{", DataError, "a model's configuration as JSON"),
+        ("[]", DataError, "a model's configuration, got a list"),
+        ('{"model_type": "unheard-of"}', ConfigError, "that transformers knows"),
+        ('{"model_type": "llama", "hidden_size": "big"}', ConfigError, "hidden_size"),
+        (
+            '{"model_type": "llama", "hidden_size": 100, "num_attention_heads": 3}',
+            ConfigError,
+            "number of attention heads",
+        ),
     ],
 )
-def test_what_is_no_configuration_is_refused(tmp_path, text):
+def test_what_is_no_configuration_is_refused(tmp_path, text, kind, told):
     if text is not None:
         (tmp_path / "config.json").write_text(text)
-    with pytest.raises(ConfigError, match="or one of llama-7b") as caught:
+    with pytest.raises(kind, match=told) as caught:
         read_config(tmp_path)
     assert "\n" not in str(caught.value)
 
