@@ -167,6 +167,7 @@ def test_a_store_that_is_not_reached_while_its_supervisor_lives_is_named(driver,
     assert printed.count("Traceback") == 0
 
 
+@pytest.mark.slow
 def test_a_script_that_is_killed_whenever_it_starts_is_given_up(driver, tmp_path):
     (tmp_path / "train.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)\n")
     printed = driver.run(tmp_path, "-n", 1, "--spares", 0, "train.py", status=1)

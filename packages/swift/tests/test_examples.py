@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+import pytest
+
 HOME = Path(__file__).parents[1]
 EXAMPLES = HOME / "examples"
 OPTIONS = ("-n", "2", "--spares", "1")
@@ -13,6 +15,7 @@ def losses_of(printed):
     return {int(step): float(loss) for step, loss in found}
 
 
+@pytest.mark.slow
 def test_replicas_learn_a_text_of_ones_own(driver, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("one two three four " * 200)
@@ -21,6 +24,7 @@ def test_replicas_learn_a_text_of_ones_own(driver, tmp_path):
     assert losses[40] < losses[0] - 0.5
 
 
+@pytest.mark.slow
 def test_sharded_replicas_train(driver, tmp_path):
     example = EXAMPLES / "train_sharded.py"
     told = re.search(r"^meshyard-swift run (.*) \S+\.py", example.read_text(), re.MULTILINE)

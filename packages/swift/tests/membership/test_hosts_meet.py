@@ -6,6 +6,8 @@ import socket
 import time
 from contextlib import contextmanager
 
+import pytest
+
 from swift.membership.channel import ControlChannel
 
 HEARTBEAT_S = 20.0
@@ -175,6 +177,7 @@ def environments(folder, num):
     return [json.loads(line) for line in lines]
 
 
+@pytest.mark.slow
 def test_another_host_starts_what_it_is_told_and_ends_when_it_is_refused(driver, tmp_path):
     listener, peer = other_host(driver, tmp_path)
     hello = peer.hear("hello")

@@ -120,7 +120,7 @@ def undisturbed(folder, chunk):
         pytest.param({1}, 2, None, 0, marks=pytest.mark.slow),
         ({3}, 6, None, 0),
         ({0, 2}, 2, None, 0),
-        ({1, 2}, 4, None, 0),
+        pytest.param({1, 2}, 4, None, 0, marks=pytest.mark.slow),
         pytest.param({0, 1, 2, 3}, 2, None, 0, marks=pytest.mark.slow),
         ({2}, 2, [True, False, True], 0),
         ({0}, 2, None, 1),

@@ -94,7 +94,9 @@ def random_chain(num, seed):
     return replay_s, draw.integers(1e8, 4e9, num - 1).tolist()
 
 
-@pytest.mark.parametrize(("num", "limit_s"), [(16, 0.05), (128, 2.0)])
+@pytest.mark.parametrize(
+    ("num", "limit_s"), [(16, 0.05), pytest.param(128, 2.0, marks=pytest.mark.slow)]
+)
 def test_long_chains_take_little_time(num, limit_s):
     replay_s, sizes = random_chain(num, 3)
     taken = []
