@@ -198,7 +198,12 @@ def test_status_counts_recoveries(monkeypatch, capsys, num, told):
         (False, b"HTTP/1.1 400 Bad Request\r\n\r\n", "b'HTTP/1.1 400 Bad Request"),
         (False, b"", "no answer in 0.2 s"),
         # A first supervisor may be silent for long: it starts its processes.
-        (True, b"HTTP/1.1 400 Bad Request\r\n\r\n", "b'HTTP/1.1 400 Bad Request"),
+        pytest.param(
+            True,
+            b"HTTP/1.1 400 Bad Request\r\n\r\n",
+            "b'HTTP/1.1 400 Bad Request",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_something_else_that_listens_is_told_within_seconds(
