@@ -113,13 +113,15 @@ def test_a_layer_is_run_once():
     assert len(calls) == 3
 
 
-def test_a_retained_graph_runs_backward_twice():
+@pytest.mark.parametrize("store", ["memory", "file"])
+def test_a_retained_graph_runs_backward_twice(store, tmp_path):
+    plan = Plan(layers=WHOLE.layers, store=f"file:{tmp_path}" if store == "file" else store)
     model, x = make_stack(Transposes), torch.randn(2, 64, 32)
     for _ in range(2):
         model(x).sum().backward()
     expected = [one.grad.clone() for one in model.parameters()]
     model.zero_grad()
-    with apply(model, WHOLE):
+    with apply(model, plan):
         loss = model(x).sum()
         loss.backward(retain_graph=True)
         loss.backward()
