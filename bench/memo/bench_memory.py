@@ -45,20 +45,20 @@ SMALL = Setting(way="memo", num_layers=6, hidden_size=128, num_tokens=1024, is_p
 GATE, UP = "mlp.gate_proj.weight", "mlp.up_proj.weight"
 
 
-def plans(tmp_path):
+def plans(tmp_path, base=SMALL, sizes_mib=(72, 84, 100, 126)):
     """Fixed fractions, items that stay, and budgets for `autotune`, by what they are."""
     store = f"file:{tmp_path}"
     found = {
-        f"alpha {alpha}": replace(SMALL, plan=memo.Plan.fixed(alpha=alpha, store=store))
+        f"alpha {alpha}": replace(base, plan=memo.Plan.fixed(alpha=alpha, store=store))
         for alpha in (0.0, 0.25, 0.5, 0.75, 1.0)
     }
     for kept in ({INPUT}, {INPUT, ATTENTION}, {INPUT, ATTENTION, GATE, UP}):
         layer = LayerPlan(mode="restore", resident=frozenset(kept))
-        found[f"{len(kept)} items stay"] = replace(SMALL, plan=memo.Plan(layers=(layer,)))
-    found["all stays"] = replace(SMALL, plan=memo.Plan(layers=(LayerPlan(),)))
-    for size in (72, 84, 100, 126):
+        found[f"{len(kept)} items stay"] = replace(base, plan=memo.Plan(layers=(layer,)))
+    found["all stays"] = replace(base, plan=memo.Plan(layers=(LayerPlan(),)))
+    for size in sizes_mib:
         found[f"autotune {size} MiB"] = replace(
-            SMALL, allowance_bytes=size << 20, is_limited=False, store=store
+            base, allowance_bytes=size << 20, is_limited=False, store=store
         )
     return found
 
