@@ -58,4 +58,6 @@ def test_demo_makes_claims_the_tour_accepts(tmp_path, capsys):
     demo = read_demo(tmp_path)
     assert demo.package == "swift"
     assert faults(demo) == []
-    assert capsys.readouterr().err.count("swift: ") == len(demo.claims)
+    said = capsys.readouterr().err
+    assert all(f"swift: {one.name}: " in said for one in demo.claims)
+    assert re.search(r"<!-- spare, now rank \d -->", (tmp_path / "failure.svg").read_text())
