@@ -180,7 +180,8 @@ def bench_undisturbed_step(network, aim, benchmark, record_claim):
                 higher_is_better=False,
                 correct=equal and all(errors[one] <= MOST_ERROR for one in seconds),
                 detail=f"{TURNS} turns; {told}; largest difference of a tensor from DDP's, of its "
-                f"change, but for biases of keys: {max(errors[one] for one in seconds):.1e}; exact and commit equal: {equal}",
+                f"change, but for biases of keys: {max(errors[one] for one in seconds):.1e}; exact and commit "
+                f"equal: {equal}",
                 source=f"{COMMAND} -k {network.split()[0]}",
             ),
             aim=aims,

@@ -239,7 +239,8 @@ class _Checkpoint:
             # A file of version 0.1.0 has no digest.
             if (there := state["run"].get(name, here)) != here:
                 raise DataError(
-                    f"{self._path} was written with {name} {there!r}, this run has {here!r}; resume with the same stream and settings, or give another folder"
+                    f"{self._path} was written with {name} {there!r}, this run has {here!r}; resume with "
+                    f"the same stream and settings, or give another folder"
                 )
         model = self._pipe.model
         saved, here = (

@@ -145,7 +145,7 @@ def _parse_ids(column: Series) -> Series:
     rows, texts = pandas.factorize(column.to_numpy())
     if not len(texts) or (rows < 0).any() or not all(map(_WHOLE_NUMBER.fullmatch, texts)):
         return column
-    return type(column)(texts.astype("int64")[rows], name=column.name)
+    return pandas.Series(texts.astype("int64")[rows], index=column.index, name=column.name)
 
 
 def _lacks_library(path: Path) -> DataError:

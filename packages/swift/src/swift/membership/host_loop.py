@@ -120,10 +120,8 @@ class HostLoop:
         if ended.status is None and not ended.was_ready:
             self._num_killed += 1
             self._again_at = time.monotonic() + delay_s(self._num_killed)
-        has_failed = ended.status not in (
-            None,
-            0,
-        )  # refused, or its script fails: so would the next
+        # Refused, or its script fails: so would the next.
+        has_failed = ended.status not in (None, 0)
         if has_failed or self._num_killed > _MOST_KILLED:
             self.num_spares -= 1
             self.can_replace = False
