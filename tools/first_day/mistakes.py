@@ -31,7 +31,11 @@ MISTAKES: dict[str, list[Mistake]] = {
         ("PROG plan parts --links nowhere.json", 1, "writes, there is nothing; check the path"),
     ],
     "bytecheckpoint": [
-        ("PROG ls nowhere", 1, "nowhere: no checkpoint"),
+        (
+            "PROG ls nowhere",
+            1,
+            "expected a run's folder of steps or a checkpoint, there is nothing",
+        ),
         ("PROG inspect nowhere", 1, "there is nothing"),
         ("PROG diff nowhere elsewhere", 1, "there is nothing"),
         ("PROG convert nowhere new --to onnx", 2, "invalid choice 'onnx'"),
@@ -112,7 +116,7 @@ MISTAKES: dict[str, list[Mistake]] = {
         ("PROG train events.csv --epochs 0", 2, "epochs: expected 1 or more, got 0"),
         ("PROG train events.csv --device cuda", 1, "device: expected"),
         ("PROG train events.csv --place tcp://127.0.0.1:9", 1, "127.0.0.1:9"),
-        ("PROG plan --stages 1,2", 1, "stages: expected five numbers"),
+        ("PROG plan --stages 1,2", 1, "memory, train, write), got 2; give all five"),
     ],
     "swift": [
         ("PROG run nowhere.py", 1, "script: expected a Python file, got nowhere.py"),

@@ -260,7 +260,7 @@ def test_a_step_that_exists_is_replaced_only_when_asked_to(tmp_path):
 
 def test_one_checkpoint_at_a_path(tmp_path):
     path = tmp_path / "one"
-    with pytest.raises(FileNotFoundError, match="there is nothing"):
+    with pytest.raises(FileNotFoundError, match="there is nothing; check the path"):
         bcp.load(path, state())
     bcp.save(path, state(1))
     with pytest.raises(FileExistsError, match="overwrite=True"):

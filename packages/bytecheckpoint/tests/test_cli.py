@@ -89,7 +89,21 @@ def test_ls_shows_damage_and_fails(run, capsys):
     file.unlink()
     text = out_of(capsys, "ls", run, code=1).out
     assert "got nothing" in text
-    assert "no checkpoint" in out_of(capsys, "ls", run / "elsewhere", code=1).err
+
+
+@pytest.mark.parametrize("command", ["ls", "verify"])
+def test_a_path_without_checkpoints_is_told_with_what_to_do(tmp_path, capsys, command):
+    told = "expected a run's folder of steps or a checkpoint"
+    path = tmp_path / "elsewhere"
+    found = out_of(capsys, command, path, "--json", code=1)
+    assert found.err == f"bytecheckpoint: {path}: {told}, there is nothing; check the path\n"
+    assert not any(json.loads(found.out).get(key) for key in ("checkpoints", "num_checkpoints"))
+    path.mkdir()
+    (path / "notes.txt").touch()
+    found = out_of(capsys, command, path, code=1)
+    assert found.out == ""
+    told += ", got a folder with notes.txt; name another"
+    assert found.err == f"bytecheckpoint: {path}: {told}\n"
 
 
 def test_inspect_filters_by_pattern_or_part_of_a_name(run, capsys):
@@ -122,7 +136,6 @@ def test_verify_lists_damage_and_exits_with_1(run, capsys):
     assert "block 0: bytes 0 to" in found.out
     assert "holds parts of model." in found.out
     assert "damages: 1, checkpoints: 4" in found.err
-    assert "no checkpoint" in out_of(capsys, "verify", run / "elsewhere", code=1).err
 
 
 def test_diff_tells_bits_and_distance(run, capsys):

@@ -178,10 +178,13 @@ def test_a_mode_that_forwards_and_is_stale_is_refused():
     [
         (
             ["plan", "--stages", "2,3,2"],
-            "stages: expected five numbers (sample, features, memory, train, write), got 3",
+            "features, memory, train, write), got 3; give all five, 0 for a stage that takes no time",
         ),
         (["simulate", "--stages", "2,3,2"], "stages: expected five numbers"),
-        (["plan", "--stages", "2,x"], "stages: expected five numbers"),
+        (
+            ["plan", "--stages", "2,x"],
+            "five numbers, got '2,x'; give them with commas, as in 2,3,2,8,2",
+        ),
         (["simulate", "--stages", "1,1,1,1,1", "--jitter", "2"], "jitter: expected a share"),
         (["train", "zipf:5"], "expected zipf:NODES:EVENTS"),
         (["train", "zipf:5:50", "--limit", "0"], "limit: expected 1"),

@@ -1,6 +1,7 @@
 """Training that was cut anywhere goes on as if it had not been."""
 
 import itertools
+import time
 
 import pytest
 import torch
@@ -172,3 +173,37 @@ def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(toy, tmp_path, synce
     settings = Settings(epochs=1, batch_size=100, save_every=100)
     list(made(toy, events, tmp_path, settings=settings)[1])
     assert synced.replaced == [(tmp_path / "training.pt", True)]
+
+
+@pytest.mark.unchecked
+@pytest.mark.parametrize("mode", ["sync", "forward"])
+def test_a_rate_leaves_out_the_first_batch_and_what_an_earlier_process_did(toy, tmp_path, mode):
+    events = toy.stream()
+    settings = Settings(epochs=2, batch_size=40, save_every=3)
+    num_events = len(events.split(0.8)[0])
+
+    def slow_at(number):
+        return lambda count: time.sleep(0.4 if count == number else 0)
+
+    pipe, run = made(toy, events, tmp_path, mode=mode, settings=settings)
+    before_training(pipe, slow_at(1))
+    first, second = run
+    warm_s = (num_events - 40) / first.events_per_s
+    assert 0 < warm_s <= first.seconds - 0.4
+    assert second.events_per_s == pytest.approx(num_events / second.seconds)
+    # Here nine batches of a pass are an earlier process's, and three are left of it.
+    pipe, run = made(toy, events, tmp_path / "cut", mode=mode, settings=settings)
+    cut_after(pipe, 10)
+    with pytest.raises(Cut):
+        next(run)
+    pipe, run = made(toy, events, tmp_path / "cut", mode=mode, settings=settings)
+    resumed = next(run)
+    assert resumed.losses == first.losses
+    assert resumed.events_per_s * resumed.seconds >= num_events - 10 * 40
+    assert resumed.events_per_s * resumed.seconds < num_events
+
+
+def test_one_batch_has_no_rate(toy):
+    events = toy.stream()
+    _, run = made(toy, events, None, settings=Settings(epochs=1, batch_size=len(events)))
+    assert [epoch.events_per_s for epoch in run] == [0.0]

@@ -13,6 +13,7 @@ import tyro
 
 from bytecheckpoint.tools.writers.registry import WRITERS
 from shared.cli import DemoOptions, JsonOption, choice, draw_table, run_command
+from shared.errors import DataError
 from shared.training.progress import show_progress
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ class Ls(JsonOption):
     """Folder of steps, or one checkpoint."""
 
     def execute(self) -> int:
-        """Prints the table; 1 if a checkpoint is damaged or there is none."""
+        """Prints the table; 1 if a checkpoint is damaged. Having none is an error."""
         from bytecheckpoint.tools.inventory import list_checkpoints
         from shared.units import format_bytes
 
@@ -69,8 +70,8 @@ class Ls(JsonOption):
         if found or self.json:
             self.print_result({"checkpoints": [one._asdict() for one in found]}, draw_table(table))
         if not found:
-            print(f"{self.run}: no checkpoint", file=sys.stderr)
-        return int(is_damaged or not found)
+            raise _missing(self.run)
+        return int(is_damaged)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,7 +149,7 @@ class Verify(JsonOption):
     """Also read every byte and compare checksums, beyond sizes, headers and checksum tables."""
 
     def execute(self) -> int:
-        """Prints the damage found; 1 if there is any, or no checkpoint."""
+        """Prints the damage found; 1 if there is any. Having no checkpoint is an error."""
         from bytecheckpoint.tools.inventory import list_checkpoints
         from bytecheckpoint.tools.verify import verify
         from shared.units import format_bytes
@@ -172,10 +173,10 @@ class Verify(JsonOption):
         if lines or self.json:
             self.print_result({"num_checkpoints": len(found), "damages": damages}, "\n".join(lines))
         if not found:
-            print(f"{self.run}: no checkpoint", file=sys.stderr)
-        elif damages:
+            raise _missing(self.run)
+        if damages:
             print(f"damages: {len(damages)}, checkpoints: {len(found)}", file=sys.stderr)
-        return int(bool(damages) or not found)
+        return int(bool(damages))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -452,6 +453,14 @@ def main(argv: list[str] | None = None) -> int:
         argv: command-line arguments; None: those of the process.
     """
     return run_command(_COMMANDS, prog="bytecheckpoint", about=_ABOUT, argv=argv)
+
+
+def _missing(run: str) -> DataError:
+    from bytecheckpoint.loading.source import describe_folder
+    from bytecheckpoint.storage import open_storage
+
+    told = describe_folder(open_storage(run).list(""))
+    return DataError(f"{run}: expected a run's folder of steps or a checkpoint, {told}")
 
 
 def _make_matcher(pattern: str) -> Callable[[str], bool]:

@@ -236,7 +236,7 @@ def test_bench_tells_of_a_step_and_draws_it(tmp_path, capsys):
     assert main(["bench", "grpo-sort", *sizes, "--steps", "3", "--out", str(tmp_path)]) == 0
     told = capsys.readouterr().out
     assert "actor.generate" in told
-    assert "generated tokens a second" in " ".join(told.split())
+    assert "generated tokens a second, after 2 steps that are not counted" in " ".join(told.split())
     found = json.loads((tmp_path / "bench.json").read_text())
     assert len(found["step_s"]) == len(found["method_s"]["actor.update"]) == 3
     parts = map(sum, zip(*found["method_s"].values(), strict=True))

@@ -73,6 +73,8 @@ class _Run(EventOptions):
 class Train(_Run, CheckpointOption):
     """Train on the first part of a stream, and evaluate on the rest.
 
+    Rates leave out the first batch, in which kernels are compiled.
+
     On several workers, which share each batch: torchrun --nproc-per-node 2 -m mspipe train flights
 
     Examples:
@@ -122,8 +124,8 @@ class Train(_Run, CheckpointOption):
                     num_batches += 1
                 scalars.write(num_batches, {f"epoch/{name}": v for name, v in scores.items()})
                 told = ", ".join(f"{name.upper()} {v:.4f}" for name, v in epoch.scores.items())
-                rate = len(train) / epoch.seconds if epoch.seconds else 0.0
-                tell(f"epoch {epoch.index}: loss {epoch.loss:.4f}, {told}, {rate:,.0f} events/s")
+                rate = f", {epoch.events_per_s:,.0f} events/s" if epoch.events_per_s else ""
+                tell(f"epoch {epoch.index}: loss {epoch.loss:.4f}, {told}{rate}")
         tell(str(pipe.report()))
         for _ in pipe.score(_batches(validate, self.batch_size)):
             pass  # the memory moves on to the first event of the test
@@ -416,7 +418,9 @@ def _read_plan(stages: str) -> Plan:
     except ConfigError:
         raise
     except ValueError as error:
-        raise ConfigError(f"stages: expected five numbers with commas, got {stages!r}") from error
+        raise ConfigError(
+            f"stages: expected five numbers, got {stages!r}; give them with commas, as in 2,3,2,8,2"
+        ) from error
 
 
 def _read(settings: _Run, data: str) -> Events:

@@ -116,10 +116,16 @@ def plan(stage_s: Sequence[float]) -> Plan:
     found = tuple(float(s) for s in stage_s)
     if len(found) != len(STAGES):
         told = ", ".join(STAGES)
-        raise ConfigError(f"stages: expected five numbers ({told}), got {len(found)}")
+        raise ConfigError(
+            f"stages: expected five numbers ({told}), got {len(found)}; give all five, 0 for a stage "
+            "that takes no time"
+        )
     for name, seconds in zip(STAGES, found, strict=True):
         if not 0 <= seconds < math.inf:
-            raise ConfigError(f"{name}: expected finite seconds of 0 or more, got {seconds}")
+            raise ConfigError(
+                f"{name}: expected finite seconds of 0 or more, got {seconds}; give the time that the "
+                "stage takes"
+            )
     return Plan(found)
 
 

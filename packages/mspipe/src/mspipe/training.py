@@ -63,12 +63,15 @@ class Epoch:
         losses: losses of its batches.
         seconds: time spent in the pipeline by the process that finished the pass.
         scores: metrics on the validation events; empty without any.
+        events_per_s: rate of that process in this pass, without its first batch of all, in which
+            kernels are compiled; 0 where that was the only one.
     """
 
     index: int
     losses: list[float]
     seconds: float
     scores: dict[str, float]
+    events_per_s: float = 0.0
 
     @property
     def loss(self) -> float:
@@ -112,14 +115,15 @@ def fit(
     if saved and (done or epochs) and not pipe.workers.rank:
         log_resumed(sum(len(epoch.losses) for epoch in epochs) + done, saved.folder)
     yield from epochs
-    negatives = Negatives(train)
+    negatives, is_cold = Negatives(train), True
     for index in range(len(epochs), settings.epochs):
         if not done:
             pipe.memory.reset()
             losses = []
         key = stream_key(settings.seed, index) >> 1
         cut = list(batches(train, settings.batch_size, negatives, cut=settings.cut, seed=key))
-        seconds = 0.0
+        seconds = warm_s = 0.0
+        num_warm = 0
         is_shown = progress and not pipe.workers.rank
         with show_progress(f"epoch {index + 1}, events", len(train), is_shown=is_shown) as bar:
             bar.advance(sum(len(batch.events) for batch in cut[:done]))
@@ -134,14 +138,20 @@ def fit(
                     text = f"epoch {index + 1}, loss {losses[-1]:.4f}, events"
                     bar.advance(len(out.batch.events), text)
                     check_loss(losses[-1], f"epoch {index + 1}, batch {len(losses) - 1}")
-                seconds += pipe.report().elapsed_s
-                done = stop
+                report = pipe.report()
+                seconds += report.elapsed_s
+                warm_s += report.warm_s if is_cold else report.elapsed_s
+                num_warm += sum(len(batch.events) for batch in cut[done + is_cold : stop])
+                done, is_cold = stop, False
                 if saved and done < len(cut):
                     saved.write(optimizer, done, losses, epochs)
         scores = {}
         if validate is not None and len(validate):
             scores = evaluate(pipe, validate, history=train, batch_size=settings.batch_size)
-        epochs.append(Epoch(index=index + 1, losses=losses, seconds=seconds, scores=scores))
+        rate = num_warm / warm_s if num_warm and warm_s else 0.0
+        epochs.append(
+            Epoch(index=index + 1, losses=losses, seconds=seconds, scores=scores, events_per_s=rate)
+        )
         done = 0
         if saved:
             saved.write(optimizer, 0, [], epochs)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import posixpath
 import re
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -225,16 +226,19 @@ def open_source(storage: Storage, path: str) -> Summary:
     if other is not None:
         return read_summary(other, storage, path, folder=path)
     patterns = [one.pattern for one in map(FORMATS.get, FORMATS) if not one.is_file]
-    found = f"it holds {', '.join(names[:5])}" if names else "there is nothing"
-    hint = (
-        "; it is a folder of steps: open one of them, or use Checkpointer.load_latest"
-        if any(name.startswith("step_") for name in names)
-        else ""
-    )
+    is_run = any(name.startswith("step_") for name in names)
+    told = "got a folder of steps; open one of them, or use Checkpointer.load_latest"
     raise FileNotFoundError(
         f"{storage.url}/{path}: expected a checkpoint ({MANIFEST_NAME}), or a folder with "
-        f"{' or '.join(patterns)}, but {found}{hint}"
+        f"{' or '.join(patterns)}, {told if is_run else describe_folder(names)}"
     )
+
+
+def describe_folder(names: Sequence[str]) -> str:
+    """What a folder without a checkpoint holds, and what to do: the end of an error's sentence."""
+    if not names:
+        return "there is nothing; check the path"
+    return f"got a folder with {', '.join(names[:5])}; name another"
 
 
 def read_summary(other: Format, storage: Storage, path: str, *, folder: str) -> Summary:

@@ -51,7 +51,8 @@ class Measured:
         rates = (self.num_responses, statistics.median(self.num_tokens))
         table.caption = (
             f"{rates[0] / typical_s:,.0f} responses and {rates[1] / typical_s:,.0f} generated "
-            f"tokens a second; methods of groups on different pools may overlap"
+            f"tokens a second, after {_WARM_UP} steps that are not counted; methods of groups on "
+            f"different pools may overlap"
         )
         return table
 

@@ -86,6 +86,15 @@ class Report:
         return max(s.end_s for s in self.spans) - min(s.begin_s for s in self.spans)
 
     @property
+    def warm_s(self) -> float:
+        """Seconds from the end of the first iteration, whose calls compile kernels, to the last's."""
+        ends = [span.end_s for span in self.spans]
+        first = min((span.iteration for span in self.spans), default=0)
+        return max(ends, default=0.0) - max(
+            (span.end_s for span in self.spans if span.iteration == first), default=0.0
+        )
+
+    @property
     def period_s(self) -> float:
         """Mean seconds between two ends of training, over the second half of the iterations."""
         ends = [span.end_s for span in self.spans if span.stage == "train"]
