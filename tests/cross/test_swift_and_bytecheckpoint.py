@@ -1,4 +1,4 @@
-"""A run of swift that writes its checkpoints through bytecheckpoint, is killed whole, and goes on from one."""
+"""A run of swift that writes its checkpoints through bytecheckpoint, is killed whole, and resumes from one."""
 
 import json
 import os

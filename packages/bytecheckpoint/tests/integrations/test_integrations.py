@@ -1,7 +1,9 @@
 import json
 import logging
+import runpy
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -260,3 +262,16 @@ def test_lightning_goes_on_where_it_stopped(tmp_path, every_n_steps):
     assert_equal(whole.state_dict(), resumed.state_dict())
     with bcp.Checkpointer(tmp_path / "b") as ckpt:
         assert ckpt.steps() == list(range(every_n_steps, 17, every_n_steps))
+
+
+@pytest.mark.slow
+def test_the_guides_trainer_resumes_to_the_bit(tmp_path):
+    """The block is left out where the page's blocks are run, as it imports transformers."""
+    pytest.importorskip("transformers")
+    page = Path(__file__).parents[2] / "docs" / "guide.md"
+    text = page.read_text(encoding="utf-8")
+    section = text.partition("\n## Resume with the Trainer of Transformers\n")[2]
+    block = section.partition("```python\n")[2].partition("```")[0]
+    (tmp_path / "script.py").write_text(block)
+    names = runpy.run_path(tmp_path / "script.py")
+    assert names["resumed"].keys() == names["whole"].keys()

@@ -264,7 +264,7 @@ class Trainer:
         set_model_state_dict(self.model, state["model"])
 
     def resume(self, folder: str | Path) -> None:
-        """Continues from a checkpoint of `save` with the same graph, partition, model and policy.
+        """Resumes from a checkpoint of `save` with the same graph, partition, model and policy.
 
         Raises:
             DataError: no checkpoint there, or one of another graph, partition, policy or model.

@@ -158,7 +158,7 @@ class TrackedLoader:
                 f"LoaderState that could be split again; load on as many, or pass a LoaderState as "
                 f"its sampler and wrap it by `track`"
             )
-        # Between two epochs there is nothing to go on with, and the next begins everywhere.
+        # Between two epochs there is nothing to resume, and the next begins everywhere.
         if self._position is None or (is_same and not any(s["is_finished"] for s in states)):
             self.load_state_dict(states[rank])
             return

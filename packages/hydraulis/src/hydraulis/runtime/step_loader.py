@@ -130,7 +130,7 @@ class StepLoader:
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Goes on where another loader of the same documents stood, on any number of ranks.
+        """Resumes where another loader of the same documents stood, on any number of ranks.
 
         Raises:
             ConfigError: it was of other documents, another seed or other steps.

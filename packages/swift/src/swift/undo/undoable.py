@@ -390,7 +390,7 @@ class Undoable:
                 raise DataError(
                     f"expected finite values after undoing in 'arith', got {name!r} of parameter "
                     f"{index} with {int((~tensor.isfinite()).sum())} infinite or NaN: fetch the "
-                    "parameter from another rank; a run goes on from its last checkpoint, or use "
+                    "parameter from another rank, resume the run from its last checkpoint, or use "
                     "mode='exact', which restores such values too"
                 )
 
