@@ -13,6 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from urllib.parse import unquote, urlsplit
+from xml.etree import ElementTree
 
 import pytest
 
@@ -136,6 +137,30 @@ def test_classes_are_described_with_their_constructors_and_with_what_is_returned
     loop, trainable = "swift.training.runtime.Run.loop", "swift.training.trainable"
     assert {loop, "swift.StepData"} <= set(Page(page).ids)
     assert f"{trainable}.html#{trainable}.Trainable" in Page(page).links
+
+
+PICTURES = "[...document.images].map(e => [e.alt.trim(), e.complete && e.naturalWidth > 0])"
+BEYOND = """[...document.querySelectorAll("body *")].filter(e =>
+  e.getBoundingClientRect().right > innerWidth + 0.5).map(e => e.outerHTML.slice(0, 200))"""
+
+
+@pytest.mark.slow
+@pytest.mark.browser
+@pytest.mark.parametrize("width", [1400, 390])
+def test_the_start_page_fits_a_screen_and_shows_its_picture(site, browser, width):
+    tab = browser.open(site / "index.html", width)
+    assert tab.errors() == []
+    assert tab.evaluate("innerWidth") == width
+    assert tab.evaluate("document.documentElement.scrollWidth") <= width
+    assert tab.evaluate(BEYOND) == []
+    assert tab.evaluate(PICTURES) == [["The yard: packages side by side on shared", True]]
+    assert "Copyright" not in tab.evaluate("document.body.innerText"), "nobody is named behind it"
+
+
+def test_the_yards_picture_names_every_package():
+    picture = ElementTree.parse(ROOT / "bench/yard.svg")
+    named = {text.text for text in picture.iter("{http://www.w3.org/2000/svg}text")}
+    assert {package.name for package in PACKAGES} <= named
 
 
 @pytest.mark.slow

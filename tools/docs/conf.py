@@ -33,6 +33,7 @@ smartquotes = False  # quotation marks stand around values
 html_theme = "furo"
 html_title = "Meshyard"
 html_copy_source = False
+html_show_copyright = False  # the licence says whose it is
 # A page opened from a folder may not fetch others, which summaries of search results would need.
 html_show_search_summary = False
 
