@@ -96,7 +96,7 @@ def test_shared_has_three_rooms_of_substance_and_two_small_ones():
     names = {path.name for path in home.iterdir() if path.name != "__pycache__"}
     assert names == {
         *("topology", "comms", "kernels", "data"),
-        *("claims.py", "cli.py", "errors.py", "files.py"),
+        *("claims.py", "cli", "errors.py", "files.py"),
         *("process_mark.py", "registry.py"),
         *("__init__.py", "py.typed", "training", "units.py"),
     }

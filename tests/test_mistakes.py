@@ -208,3 +208,47 @@ def test_an_interrupted_demo_ends_in_one_line(package, tmp_path):
     assert errors.count("interrupted") == 1
     assert "Traceback" not in errors
     assert status == 130
+
+
+# Ctrl-C at the n-th module that is looked for once the program has begun.
+AT_IMPORT = """
+import os, signal, sys
+
+class Interrupt:
+    left = int(sys.argv.pop(1))
+
+    def find_spec(self, name, path=None, target=None):
+        Interrupt.left -= 1
+        if not Interrupt.left:
+            os.kill(os.getpid(), signal.SIGINT)
+
+from {package}.__main__ import main
+sys.meta_path.insert(0, Interrupt())
+sys.argv[0] = "/usr/bin/{prog}"
+sys.exit(main())
+"""
+
+
+def interrupt_an_import(package, number, folder, **env):
+    program = AT_IMPORT.format(package=package, prog=PROGRAMS[package])
+    return subprocess.run(
+        [sys.executable, "-c", program, str(number), "demo", "--out", "out"],
+        capture_output=True, text=True, check=False, cwd=folder, env=os.environ | env,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("package", PROGRAMS)
+@pytest.mark.parametrize(
+    "number", [1, *(pytest.param(number, marks=pytest.mark.slow) for number in (9, 40, 120, 200))]
+)
+def test_a_command_interrupted_in_its_first_imports_ends_in_one_line(package, number, tmp_path):
+    done = interrupt_an_import(package, number, tmp_path)
+    assert done.stderr == f"{PROGRAMS[package]}: interrupted; start again by the same command\n"
+    assert done.returncode == 130
+    assert not (tmp_path / "out").exists()
+
+
+def test_of_torchruns_ranks_that_are_interrupted_early_one_tells_it(tmp_path):
+    assert interrupt_an_import("adaqp", 40, tmp_path, RANK="0").stderr
+    done = interrupt_an_import("adaqp", 40, tmp_path, RANK="1")
+    assert (done.stderr, done.returncode) == ("", 130)

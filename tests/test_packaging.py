@@ -84,7 +84,7 @@ def test_wheel_brings_its_command(wheels, home):
     with zipfile.ZipFile(wheels[home.name]) as archive:
         name = next(n for n in archive.namelist() if n.endswith("entry_points.txt"))
         lines = archive.read(name).decode().splitlines()
-    assert f"{home.name} = {home.name}.cli:main" in [
+    assert f"{home.name} = {home.name}.__main__:main" in [
         line.removeprefix("meshyard-") for line in lines
     ]
 

@@ -284,4 +284,8 @@ def main(argv: list[str] | None = None) -> int:
 if __name__ == "__main__":
     # Ended from outside, a run ends what it has started, as with Ctrl-C, and resumes later.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        print("day-one: interrupted; the same command resumes", file=sys.stderr)
+        sys.exit(130)

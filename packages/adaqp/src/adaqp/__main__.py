@@ -1,8 +1,14 @@
-"""Runs the command line as `python -m adaqp`."""
+"""Runs the command line, also as `python -m adaqp`."""
 
 import sys
 
-from adaqp.cli import main
+from shared.cli.entry_point import run_program
+
+
+def main() -> int:
+    """Runs the command line and returns its exit status."""
+    return run_program("adaqp")
+
 
 if __name__ == "__main__":
     sys.exit(main())

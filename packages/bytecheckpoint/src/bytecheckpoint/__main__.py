@@ -1,8 +1,14 @@
-"""Runs the command line as `python -m bytecheckpoint`."""
+"""Runs the command line, also as `python -m bytecheckpoint`."""
 
 import sys
 
-from bytecheckpoint.cli import main
+from shared.cli.entry_point import run_program
+
+
+def main() -> int:
+    """Runs the command line and returns its exit status."""
+    return run_program("bytecheckpoint")
+
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,6 +1,8 @@
 import importlib.util
+import logging
 import math
 import os
+import socket
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -11,6 +13,7 @@ import torch.distributed as dist
 
 from shared.comms import Group, RankPool
 from shared.errors import ConfigError
+from shared.training.log_lines import show_log_lines
 from shared.units import parse_bytes
 
 
@@ -134,6 +137,17 @@ def test_bad_numbers_are_refused(options):
         RankPool(**options)
 
 
+def test_a_rank_whose_pool_was_left_meanwhile_ends_in_silence(tmp_path):
+    ours, theirs = socket.socketpair()
+    words = (os.getpid(), 1, theirs.fileno(), 0, 1, 1, 60.0, tmp_path / "gone", "")
+    with ours, theirs:
+        done = subprocess.run(
+            [sys.executable, "-m", "shared.comms.launch.rank", *map(str, words)],
+            pass_fds=[theirs.fileno()], capture_output=True, text=True, check=False,
+        )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", "")
+
+
 SCRIPT = """
 from dataclasses import dataclass
 from shared.comms import RankPool
@@ -160,3 +174,19 @@ def test_function_of_a_script_and_where_its_ranks_print(tmp_path):
     )
     assert done.stdout == "42\n"
     assert "printed by a rank" in done.stderr
+
+
+def log_a_line() -> None:
+    for name in ("yard.deep", "other"):
+        logging.getLogger(name).info("chosen")
+
+
+@pytest.mark.parametrize("env", [{}, {"MINE": "fresh"}], ids=["forked", "fresh"])
+def test_log_lines_that_the_parent_shows_are_shown_of_ranks_too(capfd, env):
+    with show_log_lines(["yard", "more"]), RankPool(2, env=env) as pool:
+        pool.run(log_a_line)
+    lines = [line for line in capfd.readouterr().err.splitlines() if "chosen" in line]
+    assert sorted(lines) == ["rank 0: yard.deep: chosen", "rank 1: yard.deep: chosen"]
+    with RankPool(2, env=env) as pool:
+        pool.run(log_a_line)
+    assert "chosen" not in capfd.readouterr().err

@@ -1,8 +1,14 @@
-"""Runs the command line as `python -m newborn`."""
+"""Runs the command line, also as `python -m newborn`."""
 
 import sys
 
-from newborn.cli import main
+from shared.cli.entry_point import run_program
+
+
+def main() -> int:
+    """Runs the command line and returns its exit status."""
+    return run_program("newborn")
+
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -36,6 +36,7 @@ from shared.process_mark import (
     remove_marked_folder,
     sweep_marked_folders,
 )
+from shared.training.log_lines import list_shown
 
 __all__ = ["GRACE_S", "KEEP_MEMORY", "RankPool", "RunResult"]
 
@@ -244,7 +245,7 @@ class RankPool:
         ours, theirs = socket.socketpair()
         args = (
             *(theirs.fileno(), rank, self.num_ranks, self._threads),
-            *(self.timeout.total_seconds(), folder),
+            *(self.timeout.total_seconds(), folder, ",".join(list_shown())),
         )
         env = {
             **KEEP_MEMORY,

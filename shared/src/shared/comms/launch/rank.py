@@ -22,6 +22,7 @@ from typing import Any
 
 from shared.comms.launch.shipping import found
 from shared.errors import describe_mistake
+from shared.training.log_lines import show_log_lines
 
 __all__ = ["die_with_parent", "main"]
 
@@ -92,17 +93,22 @@ def main(args: list[str]) -> None:
 
     Args:
         args: descriptor of the control socket, rank, number of ranks, number of threads, timeout of
-            a message in seconds, folder of the pool.
+            a message in seconds, folder of the pool, names of the loggers to show, with commas.
     """
     fd, rank, num_ranks, threads = (int(arg) for arg in args[:4])
     timeout_s, folder = float(args[4]), args[5]
+    shown = show_log_lines(args[6].split(",") if args[6] else (), f"rank {rank}: ")
     os.set_inheritable(fd, False)
     control = Connection(fd)
     commands: queue.SimpleQueue = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(control, commands), name="control", daemon=True).start()
-    stack_file = open(os.path.join(folder, f"stack-{rank}"), "w")  # noqa: SIM115 - for life
+    try:
+        stack_file = open(os.path.join(folder, f"stack-{rank}"), "w")  # noqa: SIM115 - for life
+    except FileNotFoundError:
+        os._exit(1)  # the pool was left while this rank started
     faulthandler.register(signal.SIGUSR1, file=stack_file)
     try:
+        shown.__enter__()  # for life
         import torch
         import torch.distributed as dist
 

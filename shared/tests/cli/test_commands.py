@@ -3,8 +3,10 @@
 import json
 import logging
 import os
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -70,6 +72,10 @@ class Fail(CheckpointOption):
                 raise RuntimeError(
                     "[enforce fail at inline_container.cc:672] . unexpected pos 3 vs 2"
                 )
+        if self.how == "swallowed interrupt":
+            with suppress(KeyboardInterrupt):
+                os.kill(os.getpid(), signal.SIGINT)
+            raise RecursionError("maximum recursion depth exceeded")
         return 1 if self.how == "differs" else None
 
 
@@ -208,6 +214,22 @@ def test_an_interrupt_says_how_to_resume(capfd, tmp_path):
     assert (run(*argv), capfd.readouterr().err) == (130, told)
 
 
+def test_an_interrupt_that_became_another_error_is_told_as_one(capfd):
+    told = "yard: interrupted; nothing was saved: give --checkpoint DIR, and the same command can resume\n"
+    assert (run("fail", "--how", "swallowed interrupt"), capfd.readouterr().err) == (130, told)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_program_that_ignores_interrupts_goes_on_ignoring_them(capfd):
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with pytest.raises(RecursionError):
+            run("fail", "--how", "swallowed interrupt")
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize(
     ("argv", "told"),
     [
@@ -226,6 +248,7 @@ def test_settings_that_are_refused_are_one_sentence_and_status_2(capfd, argv, to
 TOLD = """
 import os
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from shared.cli import run_command
 from shared.errors import CommError, DataError
@@ -421,6 +444,7 @@ def test_a_name_from_outside_is_in_the_help_and_taken(capsys):
 
 PRINTER = """
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from shared.cli import run_command
 

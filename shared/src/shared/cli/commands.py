@@ -13,7 +13,6 @@ Exit statuses: 0 done; 1 failed; 2 wrong usage; 130 interrupted; 141 broken pipe
 
 import io
 import json
-import logging
 import math
 import os
 import platform
@@ -35,6 +34,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol, runtime_checkable
 import tyro
 from tyro.constructors import PrimitiveConstructorSpec
 
+from shared.cli.interrupts import Interrupts
 from shared.errors import (
     CommError,
     ConfigError,
@@ -46,6 +46,7 @@ from shared.errors import (
 from shared.files import find_folders, naming_full_disk
 from shared.registry import Registry
 from shared.training import show_resumed
+from shared.training.log_lines import show_log_lines
 from shared.training.progress import hidden_progress
 from shared.units import format_s
 
@@ -124,14 +125,16 @@ def run_command(
     with _telling_settings(prog):
         options = _parse(commands, words, prog, about)
     command: Command = options.command
+    interrupts = Interrupts()
     try:
         # Writers that do not name what they write belong to the command's output.
         output = getattr(command, "out", None) or Path()
         compiled_s = _compile_s()
         with (
+            interrupts,
             show_resumed(prog),
             naming_full_disk(output, is_guess=True),
-            _log_lines(package, is_verbose=options.verbose),
+            show_log_lines((package, "shared") if options.verbose else ()),
             hidden_progress(options.quiet),
         ):
             status = command.execute()
@@ -142,7 +145,9 @@ def run_command(
         sys.stdout.flush()
     except (KeyboardInterrupt, Exception) as error:
         # Libraries that are interrupted may raise an error of their own.
-        if any(isinstance(cause, KeyboardInterrupt) for cause in list_causes(error)):
+        if interrupts.have_come or any(
+            isinstance(cause, KeyboardInterrupt) for cause in list_causes(error)
+        ):
             advice = "start again by the same command"
             if isinstance(command, Resumable):
                 advice = command.how_to_resume()
@@ -307,27 +312,6 @@ def _compile_s() -> float:
     """Seconds that kernels were compiled in this process so far."""
     jit = sys.modules.get("shared.kernels.jit")
     return 0.0 if jit is None else jit.compile_s()
-
-
-@contextmanager
-def _log_lines(package: str, *, is_verbose: bool) -> Iterator[None]:
-    """Prints log lines of the package and of shared to stderr within the block, if asked to."""
-    if not is_verbose:
-        yield
-        return
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
-    loggers = [logging.getLogger(name) for name in (package, "shared")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.INFO)
-        logger.addHandler(handler)
-    try:
-        yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
-            logger.removeHandler(handler)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
