@@ -19,6 +19,7 @@ for _path in [ROOT / "shared/src/shared", *ROOT.glob("packages/*/src/*/")]:
         importlib.import_module(_path.name)
 sys.path.insert(0, str(Path(__file__).parent))
 
+from history import without_pick
 from peer import Peer, missing_peer
 from rankclock import RankClock
 
@@ -77,8 +78,8 @@ def record_claim(request):
     `spread` is the lowest and the highest ratio (or the quartiles) of the repeats within the run.
     All claims of a benchmark are kept; it fails at its end when one of them is not correct. An aim
     that was missed is marked in the table and fails nothing: it is a finding. A claim's name and
-    its baseline's tell it from all others of the file and stay from run to run, so that runs can be
-    put side by side.
+    its baseline's, up to a colon, tell it from all others of the file and stay from run to run, so that
+    runs can be put side by side.
     """
     wrong = []
     path = request.node.path
@@ -91,8 +92,7 @@ def record_claim(request):
                 wrong.append(f"{claim.name}: expected a spread from low to high, got {spread}")
                 spread = None
         row = {**where, "aim": aim, "spread": spread, **claim.to_json()}
-        names = ("package", "benchmark", "name", "baseline_name")
-        if any(all(row[name] == other[name] for name in names) for other in _CLAIMS):
+        if any(_key_of(row) == _key_of(other) for other in _CLAIMS):
             wrong.append(
                 f"{claim.name} against {claim.baseline_name}: recorded twice; expected a name or a "
                 "baseline's name of its own"
@@ -104,6 +104,11 @@ def record_claim(request):
 
     yield record
     assert not wrong, "; ".join(wrong)
+
+
+def _key_of(row):
+    """What tells a claim from all others."""
+    return row["package"], row["benchmark"], row["name"], without_pick(row["baseline_name"])
 
 
 def pytest_addoption(parser):

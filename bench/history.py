@@ -2,7 +2,8 @@
 
 Lines are only ever appended. A claim is the same one from run to run as long as its package, its
 benchmark, its name and the name of its baseline stay; what a run chose or measured belongs into the
-detail. All runs of a claim count until its benchmark raises its `REVISION`: then only runs of the
+detail. Where the run itself picks its baseline, as the fastest of several peers, the pick follows a
+colon, "the fastest peer that fits: every 4 layers", and tells no claims apart. All runs of a claim count until its benchmark raises its `REVISION`: then only runs of the
 highest revision on record do, for all claims of that benchmark, and the earlier ones stay in the
 file.
 """
@@ -23,7 +24,20 @@ __all__ = [
     "current_series",
     "format_number",
     "read_history",
+    "without_pick",
 ]
+
+# Baselines that their first runs named by the pick alone, by package and benchmark.
+_RENAMED = {
+    ("swift", "step"): {
+        "DDP": "the faster DDP: buckets of 25 MB",
+        "DDP, 8 MB": "the faster DDP: buckets of 8 MB",
+    },
+    ("memo", "training"): {
+        f"the best fixed fraction, {at}/8": f"the best fixed fraction: {at}/8" for at in range(9)
+    },
+    ("llmpq", "matmul"): {"dense16, the best other form": "the best other form: dense16"},
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,6 +170,8 @@ def read_history(path: Path) -> list[ClaimRun]:
                 f"missing {sorted(known - keys)}"
             )
         values: dict[str, Any] = {**record, "spread": record["spread"] and tuple(record["spread"])}
+        renamed = _RENAMED.get((record["package"], record["benchmark"]), {})
+        values["baseline_name"] = renamed.get(record["baseline_name"], record["baseline_name"])
         runs.append(ClaimRun(**values))
     return runs
 
@@ -170,6 +186,11 @@ def append_history(path: Path, runs: Iterable[ClaimRun]) -> None:
         os.fsync(file.fileno())
 
 
+def without_pick(baseline_name: str) -> str:
+    """What tells a claim from others of its name: its baseline's name up to a colon."""
+    return baseline_name.partition(": ")[0]
+
+
 def current_series(runs: Iterable[ClaimRun]) -> list[Series]:
     """Returns the runs that count, claim by claim, in the order of each claim's first run."""
     # Lines of two checkouts may have been merged in any order.
@@ -182,5 +203,5 @@ def current_series(runs: Iterable[ClaimRun]) -> list[Series]:
     for run in runs:
         key = (run.package, run.benchmark)
         if run.revision == revisions[key]:
-            found.setdefault((*key, run.name, run.baseline_name), []).append(run)
+            found.setdefault((*key, run.name, without_pick(run.baseline_name)), []).append(run)
     return [Series(tuple(of_claim)) for of_claim in found.values()]

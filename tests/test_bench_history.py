@@ -104,6 +104,23 @@ def test_claims_of_one_name_are_told_apart_by_their_baselines():
     assert [one.ratios for one in found] == [[2.0, 3.0], [2.0]]
 
 
+def test_a_baseline_that_the_run_picks_stays_one_claim_whichever_it_picks():
+    picks = [run_of(baseline_name=f"the fastest peer: {name}") for name in ("a loop", "numpy")]
+    (found,) = current_series(picks)
+    assert found.runs == tuple(picks)
+    assert found.title == "a sum against the fastest peer: numpy"
+
+
+def test_runs_that_named_the_pick_alone_are_of_the_claim_that_names_it_behind_a_colon(tmp_path):
+    path = tmp_path / "history.jsonl"
+    place = {"package": "swift", "benchmark": "step"}
+    append_history(path, [run_of(**place, baseline_name=name) for name in ("DDP", "DDP, 8 MB")])
+    append_history(path, [run_of(**place, baseline_name="the faster DDP: buckets of 8 MB")])
+    append_history(path, [run_of(**place, baseline_name="DDP and a warm snapshot")])
+    found = current_series(read_history(path))
+    assert [len(one.runs) for one in found] == [3, 1]
+
+
 @pytest.mark.parametrize(
     ("runs", "text"),
     [

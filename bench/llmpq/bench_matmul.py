@@ -142,7 +142,7 @@ def bench_int8(weights, benchmark, record_claim):
             unit="ms",
             ours=1e3 * middle["int8"],
             baseline=1e3 * middle[best],
-            baseline_name=f"{best}, the best other form",
+            baseline_name=f"the best other form: {best}",
             higher_is_better=False,
             correct=wrong["int8"] <= 0.05,
             detail=f"5 turns, one thread; the integer product alone {1e3 * median(alone):.1f} ms; largest "

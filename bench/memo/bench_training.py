@@ -233,7 +233,7 @@ def bench_throttled_store(tmp_path, benchmark, record_claim):
                 unit="s",
                 ours=median(ours.seconds),
                 baseline=median(swept[best].seconds),
-                baseline_name=f"the best fixed fraction, {best}/8",
+                baseline_name=f"the best fixed fraction: {best}/8",
                 higher_is_better=False,
                 correct=all(one.losses == ours.losses for one in swept)
                 and len(set(ours.losses)) > 2
