@@ -8,6 +8,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import swift
+from shared.comms import Group
 from shared.comms.init import alone
 from shared.errors import CommError, ConfigError, DiskFullError
 
@@ -24,7 +25,7 @@ class Net(torch.nn.Module):
 def make(group, seed=0):
     """A trainable, and its step; `later` has a gradient from step 2 on."""
     model = Net(seed)
-    run = SimpleNamespace(rank=0, world_size=1, reads_whole_batches=False)
+    run = SimpleNamespace(rank=group.rank, world_size=group.world_size, reads_whole_batches=False)
     dp = swift.DataParallel(model, swift.undoable(torch.optim.AdamW(model.parameters(), 0.05)), run)
     dp.regroup(group)
 
@@ -99,15 +100,54 @@ def test_old_ones_and_what_was_cut_off_go_when_another_is_committed(tmp_path):
             if at == 2:
                 (tmp_path / "step-2" / "COMMITTED").unlink()
                 (tmp_path / "step-7").mkdir()  # one that is being written
+                assert [every.is_due(step) for step in (0, 2, 3)] == [False, True, False]
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "step-3", "step-4", "step-7", "step-old",
     ]  # fmt: skip
     assert every.latest() == 4
 
 
-def test_a_url_is_refused():
-    with pytest.raises(ConfigError, match=r"folder: expected .*, got s3://bucket/run; mount it"):
-        swift.Every(10, "s3://bucket/run")
+@pytest.mark.parametrize(
+    ("url", "text"),
+    [
+        ("nowhere://bucket/run", "got nowhere://bucket/run: Protocol not known: nowhere"),
+        ("memory://run", "got memory://run, which is each process's own; give a path or"),
+    ],
+)
+def test_urls_that_are_no_place_for_all_ranks_are_refused(url, text):
+    with pytest.raises(ConfigError, match=text):
+        swift.Every(10, url)
+
+
+def save_and_resume(url):
+    """What two ranks find at a URL, and the state of a third training that is filled from it."""
+    every, group = swift.Every(1, url, keep=2), Group.world()
+    found = [every.latest()]
+    dp, step = make(group)
+    for at in range(3):
+        step(at)
+        every.save(group, dp, at + 1)
+    other, _ = make(group, seed=1)
+    found += [every.latest(), every.is_due(3), every.is_due(4)]
+    every.load(group, other, 3)
+    return found, all(
+        name == expected and torch.equal(one, value)
+        for (name, one), (expected, value) in zip(values(other), values(dp), strict=True)
+    )
+
+
+def test_a_url_serves_as_a_folder(two_ranks, tmp_path):
+    url = f"file://{tmp_path}/run"
+    assert two_ranks.run(save_and_resume, url).results == [([0, 3, False, True], True)] * 2
+    (tmp_path / "run" / "step-9").mkdir()  # cut off before its mark
+    assert swift.Every(1, url).latest() == 3
+    # The same checkpoints at a path.
+    assert swift.Every(1, tmp_path / "run").latest() == 3
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
+        "step-2",
+        "step-3",
+        "step-9",
+    ]
 
 
 class BreaksOff(dcp.FileSystemReader):

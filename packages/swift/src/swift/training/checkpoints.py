@@ -6,8 +6,7 @@ run resumes from. A checkpoint counts once its mark is written, behind a vote of
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,9 @@ from torch import Tensor
 
 from shared.comms import Group, barrier
 from shared.errors import CommError, ConfigError
-from shared.files import naming_full_disk, write_atomically
+from shared.files import naming_full_disk
 from swift.injection import reach
+from swift.training.checkpoint_folder import open_folder
 from swift.training.trainable import Fillable, Trainable
 
 __all__ = ["Every"]
@@ -32,13 +32,14 @@ class Every:
 
     Attributes:
         steps: between two checkpoints.
-        folder: reachable from all hosts; a checkpoint is `step-<n>` in it.
-        writer: makes torch DCP's StorageWriter for a path; DCP's own of files when None.
+        folder: reachable from all hosts, a path or a URL for fsspec as "s3://bucket/run"; a checkpoint is
+            `step-<n>` in it.
+        writer: makes torch DCP's StorageWriter for a checkpoint's path or URL; DCP's own when None.
         reader: makes the StorageReader.
         keep: newest checkpoints that are kept.
 
     Raises:
-        ConfigError: `steps` or `keep` is below 1, or `folder` is a URL.
+        ConfigError: `steps` or `keep` is below 1, or `folder` is a URL that fsspec cannot open.
     """
 
     steps: int
@@ -54,12 +55,7 @@ class Every:
                 f"expected at least one step between checkpoints and one checkpoint kept, got "
                 f"steps={self.steps}, keep={self.keep}"
             )
-        if "://" in str(self.folder):
-            raise ConfigError(
-                f"folder: expected one in a file system that all ranks see, got {self.folder}; mount "
-                f"it, or give a folder for the marks and writer= and reader= that take the last part "
-                f"of their path, step-N, to the URL"
-            )
+        open_folder(self.folder)
 
     def latest(self) -> int:
         """Step of the newest committed checkpoint, 0 without one."""
@@ -79,9 +75,10 @@ class Every:
         import torch.distributed.checkpoint as dcp
 
         barrier(group)  # every rank knows by now whether this step has one
-        path = self._path(step)
+        name, folder = f"step-{step}", open_folder(self.folder)
+        path = folder.locate(name)
         reach("checkpoint")
-        writer = None if self.writer is None else self.writer(str(path))
+        writer = None if self.writer is None else self.writer(path)
         with naming_full_disk(path):
             try:
                 dcp.save(
@@ -97,11 +94,11 @@ class Every:
         barrier(group)
         reach("commit")
         if group.rank == 0:
-            write_atomically(path / _MARK, f"{step}\n")
+            folder.write(f"{name}/{_MARK}", f"{step}\n")
             kept = sorted(self._committed())[-self.keep :]
-            for old in self._steps("step-*"):
+            for old in _steps(folder.names()):
                 if old < step and old not in kept:  # or it was cut off
-                    shutil.rmtree(self._path(old), ignore_errors=True)
+                    folder.remove(f"step-{old}")
         barrier(group)
 
     def load(self, group: Group, trainable: Trainable, step: int) -> None:
@@ -126,9 +123,10 @@ class Every:
         """
         import torch.distributed.checkpoint as dcp
 
-        path = self._path(step)
+        name, folder = f"step-{step}", open_folder(self.folder)
+        path = folder.locate(name)
         last = len(trainable.versions()) - 1
-        reader = dcp.FileSystemReader(path) if self.reader is None else self.reader(str(path))
+        reader = folder.reader(name) if self.reader is None else self.reader(path)
         try:
             # A parameter that has had no gradient has no state in it.
             saved = reader.read_metadata().state_dict_metadata
@@ -152,16 +150,14 @@ class Every:
         assert rest.tensor is not None, "DCP has loaded it"
         trainable.fill(last, {"rest": rest.tensor}, step)
 
-    def _path(self, step: int) -> Path:
-        return Path(self.folder) / f"step-{step}"
-
     def _committed(self) -> list[int]:
-        return self._steps(f"step-*/{_MARK}")
+        return _steps(open_folder(self.folder).names(_MARK))
 
-    def _steps(self, pattern: str) -> list[int]:
-        found = [path.relative_to(self.folder) for path in Path(self.folder).glob(pattern)]
-        names = [path.parts[0].removeprefix("step-") for path in found]
-        return [int(name) for name in names if name.isdecimal()]
+
+def _steps(names: Iterable[str]) -> list[int]:
+    """Steps of the checkpoints among what is in a folder, which may have the user's files too."""
+    numbers = [name.removeprefix("step-") for name in names if name.startswith("step-")]
+    return [int(number) for number in numbers if number.isdecimal()]
 
 
 class _PackedBytes:
