@@ -16,19 +16,15 @@ def losses_of(printed):
 
 
 @pytest.mark.slow
-def test_replicas_learn_a_text_of_ones_own(driver, tmp_path):
-    text = tmp_path / "text.txt"
+@pytest.mark.parametrize("number", [0, 1], ids=["whole", "sharded"])
+def test_replicas_learn_a_text_of_ones_own(driver, tmp_path, number):
+    text, example = tmp_path / "text.txt", EXAMPLES / "train_replicas.py"
     text.write_text("one two three four " * 200)
-    losses = losses_of(driver.run(tmp_path, *OPTIONS, EXAMPLES / "train_replicas.py", text))
+    said = re.findall(r"^meshyard-swift run (.*)", example.read_text(), re.MULTILINE)[number]
+    words = said.replace("train_replicas.py", str(example)).replace("[TEXT_FILE]", str(text))
+    losses = losses_of(driver.run(tmp_path, *words.split()))
     assert list(losses) == [0, 20, 40]
     assert losses[40] < losses[0] - 0.5
-
-
-@pytest.mark.slow
-def test_sharded_replicas_train(driver, tmp_path):
-    example = EXAMPLES / "train_sharded.py"
-    told = re.search(r"^meshyard-swift run (.*) \S+\.py", example.read_text(), re.MULTILINE)
-    assert losses_of(driver.run(tmp_path, *told[1].split(), example))
 
 
 def test_a_table_of_ones_own_is_learnt_and_resumed_to_the_same_losses(driver, tmp_path):
