@@ -10,7 +10,7 @@ import pytest
 
 from swift.membership.channel import ControlChannel
 
-HEARTBEAT_S = 20.0
+HEARTBEAT_S, LIMIT_S = 20.0, 60.0
 HELLO = {
     "kind": "hello", "host": 1, "start": "a", "world_size": 2, "num_ranks": 1,
     "heartbeat_s": HEARTBEAT_S, "starts": [1],
@@ -35,7 +35,7 @@ class Peer:
 
     def hear(self, kind):
         """The next message of a kind; those before it are passed over."""
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + LIMIT_S
         while time.monotonic() < deadline:
             while self._unread:
                 message = self._unread.pop(0)
@@ -45,9 +45,22 @@ class Peer:
             self._unread += self.channel.receive()
         raise AssertionError(f"nothing of kind {kind} was said")
 
+    def hear_status(self):
+        """The answer about the run's state, and the kinds of what was said before it."""
+        self.send(kind="status")
+        kinds = []
+        while True:
+            while self._unread:
+                message = self._unread.pop(0)
+                if "processes" in message:
+                    return message, kinds
+                kinds.append(message["kind"])
+            assert not self.channel.is_closed
+            self._unread += self.channel.receive()
+
 
 def connect(port):
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + LIMIT_S
     while True:
         try:
             return Peer(ControlChannel.connect(("127.0.0.1", port), 1.0))
@@ -61,19 +74,19 @@ def free_port():
         return free.getsockname()[1]
 
 
-def options(folder, port, host):
+def options(folder, port, host, script="waits.py"):
     (folder / "waits.py").write_text(WAITS)
     return [
         *("-n", 1, "--spares", 0, "--nnodes", 2, "--node-rank", host, "--master-port", port),
-        *("--heartbeat", HEARTBEAT_S, "waits.py", folder, *NAMES),
+        *("--heartbeat", HEARTBEAT_S, script, folder, *NAMES),
     ]
 
 
 @contextmanager
-def first_host(driver, folder, *more):
+def first_host(driver, folder, *more, script="waits.py"):
     """A first host whose script waits; what it prints by its end comes into the list."""
     port, printed = free_port(), []
-    driver.begin(folder, *more, *options(folder, port, 0))
+    driver.begin(folder, *more, *options(folder, port, 0, script))
     try:
         yield port, printed
     finally:
@@ -109,14 +122,12 @@ def test_hosts_that_were_started_otherwise_are_refused_and_strangers_change_noth
                 assert stranger.recv(1) == b""
         stranger = connect(port)
         stranger.send(kind="gone", name="1.0", how="was killed", status=None, silent_s=0.0)
-        stranger.send(kind="status")
-        while not (answer := stranger.channel.receive()):
-            pass
-        assert [(one["name"], one["rank"]) for one in answer[0]["processes"]] == [
+        answer, _ = stranger.hear_status()
+        assert [(one["name"], one["rank"]) for one in answer["processes"]] == [
             ("0.0", 0),
             ("1.0", 1),
         ]
-        assert answer[0]["num_recoveries"] == 0
+        assert answer["num_recoveries"] == 0
     assert printed == ["meshyard-swift: interrupted; start again by the same command\n"]
 
 
@@ -137,6 +148,7 @@ def test_a_rank_of_another_host_lost_before_the_first_step_is_started_again_ther
         back.channel.close()
         new = connect(port)
         new.send(**{**HELLO, "start": "b"})
+        assert [kind for _ in range(2) for kind in new.hear_status()[1] if kind == "start"] == []
         new.send(kind="started", name="1.0", rank=1)
         new.send(kind="gone", name="1.0", how="was killed by 11", status=None, silent_s=0.0)
         assert new.hear("start")["rank"] == 1
@@ -154,6 +166,43 @@ def test_a_host_that_does_not_come_back_before_the_first_step_ends_the_run(drive
     assert "no process came in 0.2 s for rank 1; start the run again" in printed
 
 
+READY = """
+import time
+from swift.membership.member import Membership
+Membership.of_process().report_ready({"training": {"can_shrink": True}})
+time.sleep(600)
+"""
+
+
+def test_a_host_that_brings_ranks_when_the_run_has_begun_is_told_to_come_with_spares(
+    driver, tmp_path
+):
+    (tmp_path / "ready.py").write_text(READY)
+
+    def say_ready(peer, name, rank):
+        peer.send(kind="started", name=name, rank=rank)
+        ready = {"kind": "ready", "fingerprint": {"training": {"can_shrink": True}}}
+        peer.send(kind="from", name=name, message=ready)
+        said = peer.hear("to")
+        assert (said["name"], said["message"]["kind"]) == (name, "world")
+        return said["message"]
+
+    with first_host(driver, tmp_path, script="ready.py") as (port, printed):
+        peer = connect(port)
+        peer.send(**HELLO)
+        assert say_ready(peer, "1.0", 1)["rank"] == 1
+        peer.channel.close()
+        restarted = connect(port)
+        restarted.send(**{**HELLO, "start": "b"})
+        assert "the run goes on without its ranks" in restarted.hear("fence")["why"]
+        back = connect(port)
+        back.send(**{**HELLO, "start": "b", "starts": []})
+        world = say_ready(back, "1.1", None)
+        assert (world["rank"], world["epoch"], world["recovery"]) == (1, 2, 1)
+        assert [one["host"] for one in world["lost"]] == [1]
+    assert "rank 1 ended with its host's supervisor; the others wait for a spare" in printed[0]
+
+
 def other_host(driver, folder):
     """Another host and the connection that it opens."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -162,14 +211,14 @@ def other_host(driver, folder):
 
 
 def accept(listener):
-    listener.settimeout(20)
+    listener.settimeout(LIMIT_S)
     connection = listener.accept()[0]
     return Peer(ControlChannel.over(connection))
 
 
 def environments(folder, num):
     """Variables of the first processes, in the order in which they came to the script."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + LIMIT_S
     file = folder / "environments"
     while not file.exists() or len(lines := file.read_text().splitlines()) < num:
         assert time.monotonic() < deadline

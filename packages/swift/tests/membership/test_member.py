@@ -1,10 +1,15 @@
-"""A process whose main thread nothing frees ends, so that a spare can take its place."""
+"""Which world a process enters; and one whose main thread nothing frees ends, so that a spare can take its place."""
 
 import json
+import socket
 import subprocess
 import sys
+import threading
 
 import pytest
+
+from swift.membership.channel import ControlChannel
+from swift.membership.member import Membership, NewWorld
 
 STUCK = """
 import json, os, sys, threading, time
@@ -58,3 +63,31 @@ def test_a_thread_that_only_waits_in_a_message_is_taken_for_stuck(ended, case):
     statuses, printed = ended
     assert statuses[case] == CASES[case][2]
     assert printed.count("a spare takes its place, filled from a replica or else a") == 1
+
+
+WORLD = {
+    "epoch": 1, "recovery": 0, "rank": 1, "world_size": 2, "store": ("127.0.0.1", 1), "backend": "gloo",
+    "timeout_s": 1.0, "lost": (),
+}  # fmt: skip
+supervisors = []
+"""They stay: a process ends with its supervisor's connection."""
+
+
+def test_a_world_that_an_interruption_has_overtaken_is_not_entered(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "0")
+    ours, theirs = socket.socketpair()
+    supervisors.append(supervisor := ControlChannel(ours))
+    member = Membership(ControlChannel(theirs), rank=0, world_size=2, heartbeat_s=1000.0)
+    supervisor.send({"kind": "world", **WORLD})
+    supervisor.send({"kind": "interrupt", "epoch": 2})
+    assert member.is_superseded(NewWorld(**WORLD), waits=True)
+    entered = []
+    waits = threading.Thread(target=lambda: entered.append(member.next_world()))
+    waits.start()
+    waits.join(0.1)
+    assert entered == []
+    supervisor.send({"kind": "world", **WORLD, "epoch": 3})
+    waits.join(30)
+    assert [(world.epoch, world.rank) for world in entered] == [(3, 1)]
+    assert member.rank == 1

@@ -113,6 +113,9 @@ def test_a_message_that_is_logged_again_replaces_the_first(opened):
     writer.append(key, message(5, 5))
     assert torch.equal(writer.read(key), message(5, 5))
     assert torch.equal(writer.read(Key(Kind.ACTIVATION, 0, 0)), message(0, 0))
+    writer.start_interval(0)
+    writer.append(key, message(6, 6))  # in another file
+    assert torch.equal(writer.read(key), message(6, 6))
 
 
 def test_gaps_are_named(opened):

@@ -50,7 +50,7 @@ def chains(draw):
     return replay_s, sizes, interval, draw(st.sampled_from([0.5, 20.0, 1e6])), budget, allowed
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=3 * settings().max_examples)
 @given(chains())
 @example(([1.0, 1.0, 1.0], [5, 5], 2, 1.0, 10.0, [True, True]))
 @example(([1.0], [], 3, 1.0, 0.0, []))
@@ -85,7 +85,8 @@ def test_the_published_heuristic_gives_up_the_cheapest_boundary_a_byte_first():
     found = select_logs([1, 1, 1], [1, 3], 1, 1.0, 3.5, "greedy")
     assert found.logged == [True, False]
     # Within the same budget the other one alone fits too, and costs less replay.
-    assert select_logs([1, 1, 1], [1, 3], 1, 1.0, 3.5).logged == [False, True]
+    for budget in (3.5, 3.0):
+        assert select_logs([1, 1, 1], [1, 3], 1, 1.0, budget).logged == [False, True]
 
 
 def random_chain(num, seed):
@@ -101,12 +102,12 @@ def test_long_chains_take_little_time(num, limit_s):
     replay_s, sizes = random_chain(num, 3)
     taken = []
     for share in (0.1, 0.3, 0.5, 0.8):
-        start = time.perf_counter()
+        start = time.process_time()
         found = select_logs(replay_s, sizes, 10, 1e9, share * 10 * sum(sizes))
-        taken.append(time.perf_counter() - start)
+        taken.append(time.process_time() - start)
         rough = select_logs(replay_s, sizes, 10, 1e9, share * 10 * sum(sizes), "greedy")
         assert found.expected_replay_s <= rough.expected_replay_s * (1 + 1e-12)
-    # The least, as another process may take the core for a moment; records are the benchmark's.
+    # The least, of computing alone, as other processes want the cores too; records are the benchmark's.
     assert min(taken) <= limit_s
 
 

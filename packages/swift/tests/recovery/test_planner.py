@@ -63,7 +63,7 @@ worlds = st.lists(
 )
 
 
-@settings(max_examples=400)
+@settings(max_examples=4 * settings().max_examples)
 @given(worlds)
 def test_all_ranks_come_to_the_newest_version_that_brute_force_finds(world):
     numbers = iter(range(100))

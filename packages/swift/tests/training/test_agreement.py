@@ -31,8 +31,8 @@ def step(dp, at):
     dp.finish(at)
 
 
-def hold(dp, *, is_filled=True):
-    return HeldStates.gather(Group.world(), dp, None, is_filled=is_filled)
+def hold(dp, *, is_filled=True, checkpoint=None):
+    return HeldStates.gather(Group.world(), dp, checkpoint, is_filled=is_filled)
 
 
 def begin_unlike():
@@ -67,6 +67,22 @@ def compare():
     return str(caught.value)
 
 
+def compare_rates():
+    _, dp = make()
+    dp.optimizer.param_groups[0]["lr"] = 0.1 * (1 + Group.world().rank)
+    with pytest.raises(DataError, match=r"ranks \[1\] differ from rank 0"):
+        expect_equal(Group.world(), dp, SETS, 0)
+
+
+def see_checkpoints(folder):
+    """Of two checkpoints the second rank sees the older one alone."""
+    own = folder / str(Group.world().rank)
+    for step in (4, 8)[: 2 - Group.world().rank]:
+        (own / f"step-{step}").mkdir(parents=True)
+        (own / f"step-{step}" / "COMMITTED").touch()
+    return hold(make()[1], checkpoint=swift.Every(4, own)).checkpoint
+
+
 def fetch_a_step():
     """A survivor that is a step behind fetches; at first the other is lost meanwhile."""
     rank = Group.world().rank
@@ -97,17 +113,18 @@ def fetch_a_step():
     return [len(names) for names in before]
 
 
-def do_all():
-    return begin_unlike(), compare(), fetch_a_step()
+def do_all(folder):
+    compare_rates()
+    return begin_unlike(), compare(), fetch_a_step(), see_checkpoints(folder)
 
 
 @pytest.fixture(scope="module")
-def found(two_ranks):
-    return two_ranks.run(do_all).results
+def found(two_ranks, tmp_path_factory):
+    return two_ranks.run(do_all, tmp_path_factory.mktemp("checkpoints")).results
 
 
 def test_those_built_unlike_the_first_that_lives_are_filled_from_it(found):
-    assert [unlike for unlike, _, _ in found] == [[[1], [0], [1]]] * 2
+    assert [unlike for unlike, *_ in found] == [[[1], [0], [1]]] * 2
 
 
 def test_states_that_differ_end_the_recovery_and_name_the_ranks(found):
@@ -115,8 +132,12 @@ def test_states_that_differ_end_the_recovery_and_name_the_ranks(found):
         "after the recovery to step 1, ranks [1] differ from rank 0, whose state they replicate; a "
         "parameter was changed outside the optimizer, or memory is faulty: go back to a checkpoint"
     )
-    assert [text for _, text, _ in found] == [expected] * 2
+    assert [text for _, text, *_ in found] == [expected] * 2
 
 
 def test_a_survivors_state_stays_as_it_was_until_all_is_fetched(found):
-    assert [counts for _, _, counts in found] == [[2, 2, 1], [1, 1, 1]]
+    assert [counts for *_, counts, _ in found] == [[2, 2, 1], [1, 1, 1]]
+
+
+def test_the_newest_checkpoint_that_every_rank_sees_counts(found):
+    assert [seen for *_, seen in found] == [4, 4]

@@ -15,6 +15,7 @@ def test_every_pass_reads_each_sample_once_in_another_order():
     passes = [read[start : start + 14] for start in range(0, 42, 14)]
     assert all(sorted(one) == list(range(14)) for one in passes)
     assert passes[0] != passes[1]
+    assert passes[0] != [at for step in range(3) for at in step_positions(14, 6, 4, step)][:14]
 
 
 def test_a_batch_may_be_larger_than_the_dataset():
