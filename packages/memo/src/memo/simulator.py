@@ -6,9 +6,10 @@ to the store, and back.
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 
-from memo.planner.footprint import Footprint, LayerFootprint, footprint
+from memo.planner.footprint import Footprint, LayerFootprint, footprint, pass_bytes
 from memo.planner.plan import Plan
 from memo.planner.profile import StepProfile
 from memo.planner.schedule import CopyStep, Schedule, schedule
@@ -25,7 +26,8 @@ class Prediction:
 
     Attributes:
         step_s: seconds of forward and backward.
-        peak_bytes: most bytes on the device, fixed ones included.
+        peak_bytes: most bytes on the device, fixed ones included, however long copies take.
+        expected_peak_bytes: the same where they take as long as here.
         store_bytes: most bytes in the store.
         exposed_s: seconds that passes wait for copies.
         replayed_s: seconds of what is computed again.
@@ -34,6 +36,7 @@ class Prediction:
 
     step_s: float
     peak_bytes: int
+    expected_peak_bytes: int
     store_bytes: int
     exposed_s: float
     replayed_s: float
@@ -58,11 +61,40 @@ def simulate(plan: Plan, profile: StepProfile) -> Prediction:
     return Prediction(
         step_s=timeline.makespan_s,
         peak_bytes=held.peak_bytes,
+        expected_peak_bytes=_expected_peak(held, timeline, profile, plan),
         store_bytes=held.store_bytes,
         exposed_s=max(0.0, timeline.makespan_s - compute_s),
         replayed_s=sum(layer.replay_s for layer in held.layers),
         timeline=timeline,
     )
+
+
+def _expected_peak(held: Footprint, timeline: Timeline, profile: StepProfile, plan: Plan) -> int:
+    """Most bytes on the device if what is sent is gone when its copy ends in the replay.
+
+    A pass has its own input when it begins, and most of what it takes shortly before it ends.
+    """
+    layers, resident, most = held.layers, 0, 0
+    source = profile.layer.items[0].num_bytes
+    sent: deque[tuple[float, int]] = deque(maxlen=plan.max_sending)
+
+    def look(operation: object, working: int) -> None:
+        nonlocal most
+        for at_s, there in zip(timeline.span_s(operation), (source, working), strict=True):
+            sending = sum(size for end_s, size in sent if end_s > at_s)
+            most = max(most, resident + sending + there)
+
+    for number, layer in enumerate(layers):
+        look(("forward", number), pass_bytes(number, layer, profile))
+        resident += layer.resident_bytes
+        if layer.stored_bytes:
+            sent.append((timeline.span_s(("send", number))[1], layer.buffer_bytes))
+    head = profile.block_head_bytes if plan.has_block_loss else profile.head_bytes
+    look("head", source + (head or 0))
+    for number, layer in reversed(list(enumerate(layers))):
+        look(("backward", number), layer.backward_bytes)
+        resident -= layer.resident_bytes
+    return most + profile.fixed_bytes + profile.given_bytes + held.parts["buffers"]
 
 
 def _operations(

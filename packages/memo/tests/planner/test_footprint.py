@@ -26,12 +26,13 @@ def test_where_all_is_stored_one_layer_is_on_its_way_and_two_have_buffers():
     assert held.store_bytes == 6 * 9 * UNIT
     assert held.parts == {
         "parameters, gradients, optimizer": 100 * UNIT,
+        "given to all layers": 0,
         "buffers": 2 * 9 * UNIT,
         "held by layers": 0,
         "on their way out": 9 * UNIT,
-        "working": (1 + 14) * UNIT,
+        "working": (2 + 14) * UNIT,
     }
-    assert held.peak_bytes == (100 + 18 + 9 + 15) * UNIT
+    assert held.peak_bytes == (100 + 18 + 9 + 16) * UNIT
     assert held.peak_at == "forward of layer 1"
 
 
@@ -49,6 +50,37 @@ def test_without_a_store_inputs_stay_and_the_first_backward_is_the_peak():
     assert held.peak_at == "backward of layer 5"
     assert held.peak_bytes == (100 + 6 + 26) * UNIT
     assert held.store_bytes == 0
+
+
+def test_what_is_given_to_all_layers_is_there_throughout():
+    plan, profile = Plan(layers=(AGAIN,) * 6), step_profile()
+    given = footprint(plan, replace(profile, given_bytes=5 * UNIT))
+    assert given.parts["given to all layers"] == 5 * UNIT
+    assert given.peak_bytes == footprint(plan, profile).peak_bytes + 5 * UNIT
+
+
+def test_embeddings_are_there_beside_the_input_of_all_layers_but_the_first():
+    profile = step_profile(head_bytes=0)
+    kept = PassBytes(forward=21 * UNIT, backward=0)
+    profile = replace(profile, layer=replace(profile.layer, kept=kept))
+    for count, inputs in ((1, 1), (2, 2)):
+        held = footprint(Plan(layers=(KEEP,) * count), profile)
+        assert held.peak_at == f"forward of layer {count - 1}"
+        assert held.peak_bytes == (100 + 20 * (count - 1) + inputs + 21) * UNIT
+
+
+def test_items_that_are_sent_are_there_whole_until_then():
+    half = LayerPlan(mode="restore", stored={"input": 1.0, "gate": 0.5})
+    held = footprint(Plan(layers=(half,) * 6), step_profile(rate=1e9, head_bytes=50 * UNIT))
+    assert held.peak_at == "loss"
+    assert held.parts["on their way out"] == 2 * (1 + 3) * UNIT
+
+
+def test_bytes_of_items_out_of_order_are_what_each_one_changes():
+    there = LayerPlan(mode="restore", resident=frozenset({"input", "gate", "query"}))
+    found = one_layer(there)
+    assert found.forward_bytes == (6 + 2 * 2) * UNIT
+    assert found.backward_bytes == (26 - 2) * UNIT
 
 
 def one_layer(plan, num_bytes=5000, rows=100, cut=16):
@@ -128,11 +160,11 @@ def most_bytes(plan, profile):
             assert move.action == "await_sent"
             for sent in [one for one in on_their_way if one <= move.layer]:  # sent in order
                 del on_their_way[sent]
-        look(source + layer.forward_bytes)
+        look(source * (1 if number == 0 else 2) + layer.forward_bytes)
         held += layer.resident_bytes
         for move in moves.after_forward[number]:
             if move.action == "send":
-                on_their_way[number] = layer.stored_bytes
+                on_their_way[number] = layer.buffer_bytes
     look(source + profile.head_bytes)
     for layer in reversed(layers):
         if layer.stored_bytes:  # it is back: it and all before it were sent

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from memo.planner.layer_plan import ATTENTION, INPUT, LayerPlan, rows_of, runs_of
 from memo.planner.plan import Plan
-from memo.planner.profile import LayerProfile, StepProfile
+from memo.planner.profile import LayerProfile, PassBytes, StepProfile
 from shared.errors import ConfigError
 
-__all__ = ["Footprint", "LayerFootprint", "add_up", "footprint", "layer_footprint"]
+__all__ = ["Footprint", "LayerFootprint", "add_up", "footprint", "layer_footprint", "pass_bytes"]
 
 _PAGE = 4096
 
@@ -22,7 +23,8 @@ class LayerFootprint:
     Attributes:
         resident_bytes: that stay on the device from its forward to its backward.
         stored_bytes: that go to the store.
-        buffer_bytes: that its stored items take when they are back.
+        buffer_bytes: that its stored items take when they are back; also until they are sent, as of an item
+            whose first rows are stored all rows are there.
         forward_bytes, backward_bytes: see `PassBytes`.
         forward_s: seconds of its forward.
         replay_s: seconds of its backward beyond a plain one: what is computed again.
@@ -111,6 +113,8 @@ def add_up(
     is sent later, room was made for it among those; before the backward of one that is fetched, all were sent.
     O(runs), not layers: of each run, only those are looked at where there can be most.
 
+    During the forward a model of transformers holds its embeddings beside a later layer's input.
+
     Args:
         runs: layers that are alike, and how many, in the order of the forward.
     """
@@ -119,15 +123,16 @@ def add_up(
     sending = [0] * max_sending
     input_bytes = profile.layer.items[0].num_bytes
     for layer, count in runs:
-        working = input_bytes + layer.forward_bytes
         waited = 1 if layer.stored_bytes else 0
         # Later layers hold more, and send as much as soon as all on their way are of this run.
         for place in range(min(count, max_sending)):
+            working = pass_bytes(first + place, layer, profile)
             most.look("forward", first + place, held, sum(sending[waited:]), working)
             held += layer.resident_bytes
             if layer.stored_bytes:
-                sending = [*sending[1:], layer.stored_bytes]
+                sending = [*sending[1:], layer.buffer_bytes]
         if count > max_sending:
+            working = pass_bytes(first + max_sending, layer, profile)
             most.look("forward", first + max_sending, held, sum(sending[waited:]), working)
             held += layer.resident_bytes * (count - max_sending - 1)
             most.look("forward", first + count - 1, held, sum(sending[waited:]), working)
@@ -147,17 +152,23 @@ def add_up(
     buffer_bytes = sum(buffers[-num_buffers:])
     return Footprint(
         runs=tuple(runs),
-        peak_bytes=most.total + profile.fixed_bytes + buffer_bytes,
+        peak_bytes=most.total + profile.fixed_bytes + profile.given_bytes + buffer_bytes,
         peak_at=most.where,
         store_bytes=sum(layer.stored_bytes * count for layer, count in runs),
         parts={
             "parameters, gradients, optimizer": profile.fixed_bytes,
+            "given to all layers": profile.given_bytes,
             "buffers": buffer_bytes,
             "held by layers": most.held,
             "on their way out": most.sent,
             "working": most.working,
         },
     )
+
+
+def pass_bytes(number: int, layer: LayerFootprint, profile: StepProfile) -> int:
+    """Bytes while a layer runs forward, beside what earlier ones left: see `add_up`."""
+    return (2 if number else 1) * profile.layer.items[0].num_bytes + layer.forward_bytes
 
 
 def layer_footprint(plan: LayerPlan, profile: StepProfile, cut: int) -> LayerFootprint:
@@ -192,7 +203,8 @@ def _layer(plan: LayerPlan, profile: LayerProfile, rows: int, cut: int) -> Layer
         items = tuple(item for item in items if item.name in (INPUT, ATTENTION))
         forward_s, replay_s = tiles.forward_s, tiles.backward_s - profile.backward_s
         levels = tiles.levels
-    resident = stored = buffer = available = 0
+    resident = stored = buffer = 0
+    is_there = []
     for item in items:
         kept = rows_of(rows, plan.fraction(item.name), cut) if item.name not in plan.resident else 0
         whole = item.name in (INPUT, ATTENTION)
@@ -204,9 +216,9 @@ def _layer(plan: LayerPlan, profile: LayerProfile, rows: int, cut: int) -> Layer
             buffer += _pages(item.num_bytes)
         elif item.name == INPUT:  # nothing gives it back: without a place it stays
             resident, share = resident + item.num_bytes, 1.0
-        available += share > 0
+        is_there.append(share > 0)
         replay_s += (1.0 - share) * item.recompute_s
-    level = levels[max(available, 1) - 1]
+    level = _level(levels, is_there)
     return LayerFootprint(
         resident_bytes=resident,
         stored_bytes=stored,
@@ -215,6 +227,19 @@ def _layer(plan: LayerPlan, profile: LayerProfile, rows: int, cut: int) -> Layer
         backward_bytes=level.backward,
         forward_s=forward_s,
         replay_s=replay_s,
+    )
+
+
+def _level(levels: Sequence[PassBytes], is_there: Sequence[bool]) -> PassBytes:
+    """Bytes of passes where these items are there, the input among them.
+
+    Counted for the first ones, as plans of `place` have them; for others the sum of what each one changed.
+    """
+    steps = zip(pairwise(levels), is_there[1:], strict=False)
+    there = [pair for pair, one in steps if one]
+    return PassBytes(
+        forward=levels[0].forward + sum(more.forward - less.forward for less, more in there),
+        backward=levels[0].backward + sum(more.backward - less.backward for less, more in there),
     )
 
 

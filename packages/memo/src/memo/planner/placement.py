@@ -34,6 +34,11 @@ class Predicted(Protocol):
         ...
 
     @property
+    def expected_peak_bytes(self) -> int:
+        """The same if copies take as long as they were measured to."""
+        ...
+
+    @property
     def store_bytes(self) -> int:
         """Most bytes in the store."""
         ...
@@ -152,6 +157,7 @@ def _described(one: Candidate, plan: Plan, prediction: Predicted, profile: StepP
         prediction={
             "step_s": prediction.step_s,
             "peak_bytes": prediction.peak_bytes,
+            "expected_peak_bytes": prediction.expected_peak_bytes,
             "peak_at": one.held.peak_at,
             "parts_bytes": dict(one.held.parts),
             "store_bytes": prediction.store_bytes,

@@ -110,6 +110,7 @@ class StepProfile:
         num_tokens: of the batch.
         head_s: seconds of all else: embedding, loss and their backward.
         head_bytes: most bytes of all else while the loss is computed and run backward, logits among them.
+        given_bytes: of what all layers are given beside their inputs: embeddings of positions, masks.
         block_head_s, block_head_bytes: the same when the loss is computed in blocks; None where it cannot.
         fixed_bytes: what is on the device throughout: parameters, their gradients, optimizer states, and
             the process itself.
@@ -124,6 +125,7 @@ class StepProfile:
     head_s: float
     head_bytes: int
     fixed_bytes: int
+    given_bytes: int = 0
     block_head_s: float | None = None
     block_head_bytes: int | None = None
     send: Link | None = None

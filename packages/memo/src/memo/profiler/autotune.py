@@ -29,6 +29,7 @@ from memo.planner.profile import (
 from memo.profiler.head import (
     capture_call,
     count_block_head,
+    count_given,
     count_head,
     measure_head,
     shortened,
@@ -201,6 +202,7 @@ def _measure(
         args, kwargs = capture_call(model, found, batch)
         source = input_of(args, kwargs)
         num_tokens = source.numel() // source.shape[-1]
+        given_bytes = count_given(args, kwargs, batch)
         whole = _count_items(layer, args, kwargs)
         plain = count_bytes(layer, args, kwargs, LayerPlan())
         head_bytes = count_head(model, found, batch)
@@ -214,6 +216,7 @@ def _measure(
             block_head_s=0.0,
             block_head_bytes=0 if has_block_loss(model) else None,
             fixed_bytes=fixed_before - _NOISE_BYTES,
+            given_bytes=given_bytes,
             send=link,
             fetch=link,
         )
@@ -255,6 +258,7 @@ def _measure(
             block_head_s=block_head_s,
             block_head_bytes=block_head_bytes,
             fixed_bytes=0 if rate is None else rate.own_bytes,
+            given_bytes=given_bytes,
             send=None if rate is None else rate.send,
             fetch=None if rate is None else rate.fetch,
             slowdown=1.0 if rate is None else rate.slowdown,

@@ -18,12 +18,15 @@ from torch.utils._pytree import tree_map
 
 from memo.profiler.clock import now, untouched_gradients
 from memo.profiler.storage_meter import StorageMeter
-from memo.runtime.recording.arguments import input_of
+from memo.runtime.layers import without_cache
+from memo.runtime.recording.arguments import input_of, tensors_in
+from memo.runtime.recording.calls import address
 from shared.errors import ConfigError
 
 __all__ = [
     "capture_call",
     "count_block_head",
+    "count_given",
     "count_head",
     "loss_of",
     "measure_head",
@@ -73,6 +76,13 @@ def capture_call(
         f"{type(model).__name__}: expected its forward to call its layers on this batch, got none called; "
         "name the layers, or give the batch that your loop gives"
     )
+
+
+def count_given(args: tuple[Any, ...], kwargs: dict[str, Any], batch: Mapping[str, Any]) -> int:
+    """Bytes of what a layer is called with beside its input and the batch: it lives as long as a step."""
+    there = {address(one) for one in (*tensors_in(dict(batch)), input_of(args, kwargs))}
+    given = {address(one): one for one in tensors_in((args, without_cache(kwargs)))}
+    return sum(one.untyped_storage().nbytes() for at, one in given.items() if at not in there)
 
 
 @contextmanager

@@ -111,6 +111,7 @@ class Analysis:
         try:
             self._model = FakeModel(config, self._dtype)
             self._times = tuple(self._model.time_layer(one, self.device) for one in _ANCHORS)
+            self._given_bytes = tuple(self._model.count_given(one) for one in _ANCHORS)
             self._heads = tuple(self._model.count_head(one, self.device) for one in _ANCHORS)
         except (ValueError, TypeError, AttributeError, RuntimeError) as error:
             raise ConfigError(
@@ -168,6 +169,7 @@ class Analysis:
                 _between(rows, *inner) + sums + _BLOCK_BYTES if self._model.has_block_loss else None
             ),
             fixed_bytes=self._fixed_bytes(),
+            given_bytes=_between(rows, *self._given_bytes),
             send=self._link,
             fetch=self._link,
             details={"device": self.device.name, "seconds": "simulated, from the data sheet"},

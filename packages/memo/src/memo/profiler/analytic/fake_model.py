@@ -21,7 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from memo.planner.layer_plan import ATTENTION, CUT, INPUT, LayerPlan
 from memo.planner.profile import PassBytes
 from memo.profiler.analytic.roofline import Roofline, Seconds
-from memo.profiler.head import capture_call, loss_of, pass_on, replaced
+from memo.profiler.head import capture_call, count_given, loss_of, pass_on, replaced
 from memo.profiler.layer_bytes import LayerBytes, count_passes, first_tensor
 from memo.profiler.layer_tiles import tile_plan
 from memo.profiler.stopwatch import Stopwatch
@@ -154,6 +154,11 @@ class FakeModel:
         with self._running():
             args, kwargs = self._call(num_tokens)
             return count_passes(self._layer, args, kwargs, plan)
+
+    def count_given(self, num_tokens: int) -> int:
+        """Bytes of what all layers are called with beside their inputs."""
+        with self._running():
+            return count_given(*self._call(num_tokens), {})
 
     def time_layer(self, num_tokens: int, device: Device) -> LayerSeconds:
         """Seconds of the layer's passes on a device."""

@@ -65,9 +65,11 @@ class Recorder:
         return out, first, saved
 
     def finished_calls(self) -> list[RecordedCall]:
-        """The calls, without items that are not needed again or were written to since."""
+        """The calls, without items that are not needed again or were written to since; this forgets them."""
+        # Autograd holds its hooks, and so this, for as long as what they saved.
+        calls, self.calls = self.calls, []
         found = []
-        for call in self.calls:
+        for call in calls:
             if call.item is not None and call.item.has_changed:
                 call = replace(call, item=None, views=None)
             elif call.last == self.num_saved and not call.saves_item:
