@@ -103,6 +103,11 @@ class Ended(RuntimeError):
 class Contender:
     """A running contender; a context manager that ends it.
 
+    Attributes:
+        plan: of memo; None for other ways.
+        base_bytes: of its process that were resident before it began to plan.
+        steps: so far.
+
     Raises:
         Ended: it could not be set up, for instance as no plan fits.
     """
@@ -118,7 +123,8 @@ class Contender:
         theirs.close()
         self.steps: list[Step] = []
         try:
-            self.plan: memo.Plan | None = self._answer()
+            self.plan: memo.Plan | None
+            self.plan, self.base_bytes = self._answer()
         except Ended:
             self.close()
             raise
@@ -303,6 +309,7 @@ def _memo(model: Any, setting: Setting) -> AbstractContextManager[Any]:
         prediction = {
             "step_s": found.step_s,
             "peak_bytes": found.peak_bytes,
+            "expected_peak_bytes": found.expected_peak_bytes,
             "store_bytes": found.store_bytes,
             "parts_bytes": footprint(plan, profile).parts,
         }
@@ -344,7 +351,7 @@ def _serve(setting: Setting, end: Connection) -> None:
             _step(model, optimizer, tiny, 0)
             _trim()
             Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-            end.send(getattr(run, "plan", None))
+            end.send((getattr(run, "plan", None), base))
             for number in itertools.count(1):
                 meter = StorageMeter() if end.recv() == "count" else None
                 with meter or nullcontext():

@@ -44,9 +44,10 @@ def describe_run(
         return measured if value is None else f"{measured} (predicted {format_bytes(value)})"
 
     device = "not measured" if device_bytes is None else format_bytes(device_bytes)
+    expected = "expected_peak_bytes" if "expected_peak_bytes" in predicted else "peak_bytes"
     lines = [
         *describe_layers(plan.layers),
-        f"device    {beside(device, 'peak_bytes')}",
+        f"device    {beside(device, expected)}",
         f"store     {beside(format_bytes(store_bytes), 'store_bytes')}",
         f"copies    {format_bytes(moved_bytes)} in {format_s(send_s)} out and {format_s(fetch_s)} back",
         f"waits     {format_s(wait_s)} for copies, over {num_restored} layers' backwards",

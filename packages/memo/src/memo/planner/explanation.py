@@ -42,7 +42,7 @@ def explain(
         + f"{format_s(again_s)} if everything were computed again",
         f"again     {format_s(known['replayed_s'])} a step are computed again",
         f"copies    {format_s(known['exposed_s'])} a step wait for the store ({store}), the rest hides",
-        f"device    {format_bytes(known['peak_bytes'])} at most, in the {known['peak_at']}:",
+        f"device    {format_bytes(known['peak_bytes'])} at most, in the {known['peak_at']}{_expected(known)}:",
     ]
     lines += [
         f"            {format_bytes(num_bytes):>10}  {name}"
@@ -51,6 +51,12 @@ def explain(
     ]
     lines.append(f"store     {format_bytes(known['store_bytes'])} at most")
     return "\n".join(lines)
+
+
+def _expected(known: Mapping[str, Any]) -> str:
+    """What of the device is expected, where copies are quicker than they may be at worst."""
+    expected = known.get("expected_peak_bytes", known["peak_bytes"])
+    return "" if expected == known["peak_bytes"] else f", {format_bytes(expected)} expected"
 
 
 def describe_layers(layers: tuple[LayerPlan, ...]) -> list[str]:
