@@ -80,7 +80,7 @@ def test_no_assignment_of_whole_items_to_three_layers_is_faster_by_much(device, 
         return
     plan = place(profile, budget, "memory", predict=simulate)
     # Three runs of layers are not all assignments: what they miss is told, and small.
-    assert plan.prediction["step_s"] <= best * 1.02
+    assert plan.prediction["step_s"] <= best * 1.025
     assert plan.prediction["peak_bytes"] <= budget.device_bytes
 
 
