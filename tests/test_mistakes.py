@@ -191,7 +191,12 @@ def test_an_interrupted_training_says_how_to_resume(package, tmp_path):
         )
     saved = tmp_path / "run1"
     words = [package, *TRAINING[package], "--checkpoint", "run1"]
-    errors, status = interrupt(words, lambda _: saved.is_dir() and any(saved.iterdir()), tmp_path)
+
+    def is_saved(_):
+        # A file that is being written is no checkpoint yet: an interrupt removes it.
+        return saved.is_dir() and any(path.suffix != ".partial" for path in saved.iterdir())
+
+    errors, status = interrupt(words, is_saved, tmp_path)
     told = f"{package}: interrupted; resume from run1 by the same command\n"
     assert errors.endswith(told)
     assert errors.count("interrupted") == 1
