@@ -27,6 +27,7 @@ def test_replicas_learn_a_text_of_ones_own(driver, tmp_path, number):
     assert losses[40] < losses[0] - 0.5
 
 
+@pytest.mark.slow
 def test_a_table_of_ones_own_is_learnt_and_resumed_to_the_same_losses(driver, tmp_path):
     rows = [f"{at % 7 / 7},{at % 5 / 5},{at % 7 / 7 - at % 5 / 5}" for at in range(60)]
     table = tmp_path / "rows.csv"

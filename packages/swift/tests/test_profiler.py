@@ -9,6 +9,7 @@ from small_stages import BATCH, DIM, MICRO_BATCHES, batch, make_stage
 from torch import nn
 
 from shared.comms import Group, RankPool
+from shared.comms.init import alone
 from shared.errors import ConfigError, DataError
 from swift import cli
 from swift.pipeline.profile import Profile
@@ -95,13 +96,9 @@ def test_files_that_are_no_profiles_are_refused(tmp_path, text, got):
         Profile.load(path)
 
 
-def measured_without(folder):
-    stage = make_stage(folder, Group.world(), log=False)
-    for num_steps, rate in ((0, 1.0), (1, 0.0)):
+@pytest.mark.parametrize(("num_steps", "rate"), [(0, 1.0), (1, 0.0)])
+def test_a_measurement_needs_steps_and_a_rate(tmp_path, num_steps, rate):
+    with alone() as group:
+        stage = make_stage(tmp_path, group, log=False)
         with pytest.raises(ConfigError, match=f"above 0, got {num_steps} and {rate}"):
-            measure(stage, Group.world(), lambda: None, num_steps, rate)
-
-
-def test_a_measurement_needs_steps_and_a_rate(tmp_path):
-    with RankPool(1) as pool:
-        pool.run(measured_without, tmp_path)
+            measure(stage, group, lambda: None, num_steps, rate)

@@ -51,6 +51,10 @@ class Driver:
         self.temporary = folder / "temporary"
         self.temporary.mkdir()
         self._log = folder / "log"
+        self._is_running = False
+        self._launch()
+
+    def _launch(self):
         self._start = 0
         self._process = subprocess.Popen(
             [sys.executable, str(Path(__file__).with_name("driver.py"))],
@@ -64,6 +68,10 @@ class Driver:
     def begin(self, folder, *words):
         """Begins `meshyard-swift run WORDS` in a folder."""
         folder.mkdir(parents=True, exist_ok=True)
+        if self._is_running:  # a test has failed before its run's end
+            self._kill()
+            self._launch()
+        self._is_running = True
         self._start = self._log.stat().st_size
         command = ["run", "--preload", *PRELOADED, *map(str, words)]
         self._process.stdin.write(json.dumps([str(folder), command]) + "\n")
@@ -74,7 +82,8 @@ class Driver:
         readable, _, _ = select.select([self._process.stdout.fileno()], [], [], LIMIT_S)
         printed = self._log.read_bytes()[self._start :].decode()
         assert readable, f"the run did not end:\n{printed}"
-        assert self._process.stdout.readline() == f"{status}\n", printed
+        answer, self._is_running = self._process.stdout.readline(), False
+        assert answer == f"{status}\n", printed
         assert count_ranks(self._process.pid) == 0
         left = {path.name for path in self.temporary.iterdir()}
         assert {
@@ -95,7 +104,15 @@ class Driver:
         """Sends a signal to the supervisor."""
         self._process.send_signal(number)
 
+    def _kill(self):
+        self._process.kill()
+        self._process.communicate()
+        assert wait_until_gone(self._process.pid) == []
+
     def close(self):
+        if self._is_running:
+            self._kill()
+            return
         self._process.stdin.close()
         self._process.wait(10)
         assert wait_until_gone(self._process.pid) == []

@@ -12,7 +12,9 @@ from launching import STEPS
 from swift.cli import main
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+)
 def test_an_interrupted_run_leaves_nothing(driver, tmp_path, number):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
