@@ -45,7 +45,7 @@ def render_page(visits: list, *, full: bool) -> str:
     verdict = (
         '<span class="yes">all correct</span>'
         if not failed
-        else f'<span class="no">{wrong} not correct, {failed} demos with problems</span>'
+        else f'<span class="no">{wrong} not correct, {counted(failed, "demo")} with problems</span>'
     )
     meta = [
         f"{counted(len(visits), 'package')}, {counted(len(claims), 'claim')}, {verdict}",

@@ -124,6 +124,11 @@ def test_summary_has_an_axis_a_kind_and_says_first_what_is_better(page):
     assert ticks[::2] == ticks[1::2] == ["0.5125", "110100100010000", "0.512"]
 
 
+def test_first_lines_count_what_went_wrong(page):
+    text = " ".join(one["text"] for one in Reader(page.read_text()).all("span", "no"))
+    assert text.startswith("2 not correct, 1 demo with problems")
+
+
 def test_labels_and_purposes_stand_in_full(page):
     read = Reader(page.read_text())
     labels = [one["text"] for one in read.all("span", "label")]
