@@ -41,6 +41,7 @@ class Cargo:
         slot: where they lie in the store.
         places: item, number of its tensor, and where in the store it begins.
         sent, fetched: ends of their copies, futures or events; None before these begin.
+        number: of its copy out on a GPU, in the order in which these were begun.
         buffer: where they came back to.
     """
 
@@ -49,6 +50,7 @@ class Cargo:
     places: list[tuple[Item, int, int]] = field(default_factory=list)
     sent: Any = None
     fetched: Any = None
+    number: int = -1
     buffer: FetchBuffer | None = None
 
     @property
@@ -58,16 +60,17 @@ class Cargo:
 
 
 class Mover(ABC):
-    """Copies in the background, in order: one queue out, one back.
-
-    Attributes:
-        times: what it took so far.
-    """
+    """Copies in the background, in order: one queue out, one back."""
 
     def __init__(self, store: Store, buffers: Buffers) -> None:
         """Takes a store, and the memory that items come back into."""
-        self.times = Times()
+        self._times = Times()
         self._store, self._buffers = store, buffers
+
+    @property
+    def times(self) -> Times:
+        """What it took so far."""
+        return self._times
 
     def load(self, record: ForwardRecord, items: list[Item]) -> Cargo:
         """Takes room in the store for items of a record; given back when the record is gone.
