@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from memo import Plan, apply
 from memo.planner.layer_plan import LayerPlan
@@ -155,6 +156,50 @@ def test_dropout_draws_alike_and_leaves_the_same_random_numbers():
         found = train(model)
         assert torch.equal(torch.rand(3), after)
     assert_same_step(found, expected)
+
+
+class SavesElsewhere(torch.autograd.Function):
+    """Saves a number on another device, as attention of a GPU saves its seed in RAM, and nothing at all."""
+
+    @staticmethod
+    def forward(ctx, out):
+        ctx.save_for_backward(torch.empty((), dtype=torch.int64, device="meta"), out.new_empty(0))
+        return out.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):  # type: ignore[override]
+        seed, nothing = ctx.saved_tensors
+        assert seed.device.type == "meta"
+        assert nothing.shape == (0,)
+        return gradient
+
+
+@pytest.mark.unchecked
+@pytest.mark.parametrize("mode", ["restore", "tiles"])
+def test_what_attention_saves_on_another_device_stays_there(mode):
+    plan = Plan.fixed(alpha=0.5)
+    if mode == "tiles":
+        kept = {"input": 1.0, "attention": 1.0}
+        plan = Plan(layers=(LayerPlan(mode="tiles", tile_rows=32, stored=kept),))
+    sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+    def attend(*args, **kwargs):
+        out, weights = sdpa(*args, **kwargs)
+        return SavesElsewhere.apply(out), weights
+
+    model = make_model("llama", torch.float32)
+    try:
+        ALL_ATTENTION_FUNCTIONS["sdpa"] = attend
+        expected = train(model)
+        with apply(model, plan) as run:
+            found = train(model)
+            assert run.times.sent_bytes == run.times.fetched_bytes > 0
+    finally:
+        del ALL_ATTENTION_FUNCTIONS["sdpa"]
+    if mode == "restore":
+        assert_same_step(found, expected)
+    for name, one in expected[1].items():
+        torch.testing.assert_close(found[1][name], one)
 
 
 @pytest.mark.unchecked

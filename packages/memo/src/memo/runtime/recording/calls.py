@@ -46,7 +46,7 @@ class SavedView:
     """A tensor that a call saved, as a view of something that is there when the call is answered.
 
     Attributes:
-        source: number of the argument, or of the item's tensor, counted on after the arguments.
+        source: number of the argument, or of a tensor of the item or beside it, counted on after the arguments.
         shape, stride: of the saved tensor.
         offset: elements between its beginning and the source's.
         dtype: differs from the source's where autocast converted it.
@@ -74,6 +74,7 @@ class RecordedCall:
         first, last: places of the tensors that it saved, half-open.
         views: what these are; None where one of them cannot be told, and the call cannot be answered.
         item: what answers it; None: it is computed again where its result is needed.
+        aside: what it saved that stays where it is: on another device, as a GPU's attention saves seeds in RAM, or empty.
         requires_grad: whether its result does.
         rng_after: state of random numbers after it, where it drew some.
     """
@@ -84,6 +85,7 @@ class RecordedCall:
     item: Item | None
     requires_grad: bool
     rng_after: Tensor | None = None
+    aside: tuple[Tensor, ...] = ()
 
     @property
     def saves_item(self) -> bool:

@@ -114,7 +114,9 @@ class Recorder:
             return out, weights
         sources = [query, key, value, out]
         found = find_views(saved, sources)
-        for at, tensor in enumerate(saved):
+        # What stays where it is comes last: the item's tensors are counted first.
+        for at in sorted(range(len(saved)), key=lambda at: _stays(saved[at], out)):
+            tensor = saved[at]
             if found[at] is None:  # sums of the softmax, masks of dropout, a copy of the result
                 (found[at],) = find_views([tensor], sources)
                 if found[at] is None:
@@ -127,12 +129,18 @@ class Recorder:
                 first,
                 self.num_saved,
                 tuple(found),  # type: ignore[arg-type]
-                Item.of(ATTENTION, sources[3:]),
+                Item.of(ATTENTION, [out, *(one for one in sources[4:] if not _stays(one, out))]),
                 _requires_grad(out),
                 after if drew else None,
+                tuple(one.detach() for one in sources[4:] if _stays(one, out)),
             )
         )
         return out, weights
+
+
+def _stays(tensor: Tensor, out: Tensor) -> bool:
+    """Whether what attention saved beside its result cannot move with it: it lies elsewhere, or is nothing."""
+    return tensor.device != out.device or tensor.numel() == 0
 
 
 def _requires_grad(out: Any) -> bool:

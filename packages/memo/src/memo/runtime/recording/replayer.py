@@ -78,7 +78,7 @@ class Replayer:
             finally:
                 self._depth -= 1
         assert noted.views is not None
-        sources = [query, key, value, *noted.item.tensors]
+        sources = [query, key, value, *noted.item.tensors, *noted.aside]
         for view in noted.views:
             self.save(view.of(sources))
         if noted.rng_after is not None:

@@ -44,10 +44,15 @@ class KeptAttention:
     """
 
     def __init__(
-        self, item: Item, sources: list[Tensor], out: GradientEdge, heads: list[GradientEdge]
+        self,
+        item: Item,
+        aside: tuple[Tensor, ...],
+        sources: list[Tensor],
+        out: GradientEdge,
+        heads: list[GradientEdge],
     ) -> None:
-        """Takes the item, the list through which the graph finds saved tensors, and the graph's ends."""
-        self.item = item
+        """Takes the item and what is beside it, the list through which the graph finds both, and its ends."""
+        self.item, self._aside = item, aside
         self._sources, self._out, self._heads = sources, out, heads
 
     @classmethod
@@ -77,11 +82,12 @@ class KeptAttention:
             return None, answer.detach()
         views.extend(call.views)
         ends = [get_gradient_edge(one) for one in entered]
-        return cls(call.item, sources, get_gradient_edge(answer), ends), answer.detach()
+        edge = get_gradient_edge(answer)
+        return cls(call.item, call.aside, sources, edge, ends), answer.detach()
 
     def backward(self, heads: Heads, grad: Tensor) -> Heads:
         """Gradients of queries, keys and values, given these and the gradient of the result."""
-        self._sources[:] = [*heads, *self.item.tensors]
+        self._sources[:] = [*heads, *self.item.tensors, *self._aside]
         try:
             # The graph holds no memory of its own, and lives as long as the layer's.
             return torch.autograd.grad(  # type: ignore[return-value]
