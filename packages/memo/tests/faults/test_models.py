@@ -2,6 +2,7 @@
 
 import copy
 import io
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -132,19 +133,14 @@ def test_pinned_memory_without_a_gpu_is_refused():
 
 
 def test_pinned_memory_that_the_system_refuses_names_the_limit(monkeypatch):
-    """As `cudaHostAlloc` fails where the limit of locked memory is low: a GPU is only pretended."""
+    """As `cudaHostRegister` fails where the limit of locked memory is low: a GPU is only pretended."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    model, empty = make_model("llama"), torch.empty
-
-    def refuse(*args, pin_memory=False, **settings):
-        if pin_memory:
-            raise RuntimeError("CUDA error: out of memory")
-        return empty(*args, **settings)
-
-    monkeypatch.setattr(torch, "empty", refuse)
+    refusing = SimpleNamespace(cudaHostRegister=lambda *_: 2)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: refusing)
+    model = make_model("llama")
     with (
         apply(model, Plan.fixed(alpha=0.5, store="pinned")),
-        pytest.raises(DataError, match=r"more of pinned memory, got CUDA error.*`ulimit -l`"),
+        pytest.raises(DataError, match=r"more of pinned memory, got CUDA error 2; .*`ulimit -l`"),
     ):
         loss_of(model)
 

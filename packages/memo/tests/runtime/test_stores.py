@@ -186,6 +186,43 @@ def test_a_file_for_a_gpu_is_refused_before_it_is_made(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+class Registered:
+    """CUDA's registry of pinned pages, by their address."""
+
+    def __init__(self):
+        self.pages = {}
+
+    def cudaHostRegister(self, address, num_bytes, flags):
+        self.pages[address] = num_bytes
+        return 0
+
+    def cudaHostUnregister(self, address):
+        del self.pages[address]
+        return 0
+
+
+@pytest.mark.parametrize("ends_by", ["close", "del"])
+def test_what_is_pinned_is_what_was_asked_for_and_given_back(ends_by, monkeypatch):
+    """torch's own allocator would pin the next power of two, and keep it."""
+    cuda = Registered()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
+    store = open_store("pinned", 9 * ALIGN, 5 * ALIGN)
+    assert list(cuda.pages.values()) == [5 * ALIGN], "before the first step"
+    slots = [store.allocate(2 * ALIGN) for _ in range(3)]
+    assert sum(cuda.pages.values()) == 6 * ALIGN
+    written_last = written(store, slots[2], 0)
+    assert np.array_equal(read(store, slots[2]), written_last), "over two stretches of pages"
+    with pytest.raises(DoesNotFit):
+        store.allocate(4 * ALIGN)
+    if ends_by == "close":
+        store.close()
+        store.close()
+    else:
+        del store
+    assert cuda.pages == {}
+
+
 def test_pages_count_towards_a_limit_of_the_process_s_data():
     before = data_bytes()
     pages = make_pages(64 << 20)

@@ -28,18 +28,18 @@ def open_store(
     Args:
         name: "memory", "pinned" or "file:DIR".
         limit_bytes: most bytes in use at once; None: no limit.
-        reserve_bytes: of a disk that are taken at once.
+        reserve_bytes: of a disk, or of pinned memory, that are taken at once.
         device: whose items are to be stored.
 
     Raises:
         ConfigError: no store has this name, pinned memory is asked for without a GPU, or a file for one.
-        DataError: the file cannot be made.
+        DataError: the file cannot be made, or so much memory cannot be pinned.
     """
     check_store("store", name)
     if name == "memory":
         return MemoryStore(limit_bytes)
     if name == "pinned":
-        return PinnedStore(limit_bytes)
+        return PinnedStore(limit_bytes, reserve_bytes)
     if device.type == "cuda":
         raise ConfigError(
             f"store: expected 'pinned' or 'memory' for a model on a GPU, got {name!r}; plan again with "
