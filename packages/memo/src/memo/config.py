@@ -21,7 +21,8 @@ class Budget:
     Attributes:
         device: most bytes that the process may hold on the device, parameters, gradients and optimizer
             state among them: a number, or a text such as "6GiB". The device is the model's: a GPU, or
-            RAM.
+            RAM. Of a GPU it is what `torch.cuda.max_memory_allocated` counts: what the allocator
+            reserves beyond that, see `memo.emulate`, needs room of its own.
         store: most bytes of activations outside of it: in pinned host memory for a GPU, in a file for RAM.
             0 is no store.
         store_at: where these lie: "memory", "pinned" or "file:DIR"; None chooses pinned memory for a GPU

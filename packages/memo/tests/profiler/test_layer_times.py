@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from memo.profiler.layer_times import measure_layer
+from memo.profiler.layer_times import are_as_close, measure_layer
 
 from ..runtime.models import Block
 
@@ -27,3 +27,19 @@ class Counting(nn.Module):
 def test_layers_that_compute_something_else_each_time_are_not_run_again(make, wanted):
     x = torch.randn(1, 8, 32, requires_grad=True)
     assert measure_layer(make(), (x,), {}, [], repeats=1).can_replay == wanted
+
+
+@pytest.mark.parametrize(
+    ("noise", "error", "wanted"),
+    [
+        (1e-3, 2e-3, True),
+        (1e-3, 2e-2, False),
+        (0.0, 0.0, True),
+        (0.0, 1e-6, False),
+        (0.5, 0.5, False),
+    ],
+)
+def test_sums_in_any_order_differ_by_rounding_and_nothing_else(noise, error, wanted):
+    plain = torch.randn(64, 64)
+    again, repeated = (plain + size * torch.randn(64, 64) for size in (error, noise))
+    assert are_as_close(plain, again, repeated) == wanted

@@ -6,8 +6,9 @@ from contextlib import closing
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-from memo.profiler.store_rate import measure_store
+from memo.profiler.store_rate import measure_store, measure_streams
 from memo.runtime.stores import FileStore, MemoryStore
 
 MB = 1_000_000
@@ -95,6 +96,53 @@ def test_a_latency_too_small_to_be_seen_is_no_news(monkeypatch, caplog):
     found = measure_store(MemoryStore(), lambda: None)
     assert found.send.time_s(0) == 0
     assert caplog.text == ""
+
+
+class ClockedStreams:
+    """Queues by a clock: copies take their bytes over a rate; an event is a queue's time."""
+
+    def __init__(self):
+        self.rates = {"out": 50e9, "back": 40e9}
+        self.now_s = dict.fromkeys(("compute", "out", "back"), 0.0)
+        self.copied_bytes = 0
+
+    def record(self, queue):
+        return self.now_s[queue]
+
+    def wait(self, queue, event):
+        self.now_s[queue] = max(self.now_s[queue], event)
+
+    def copy(self, queue, target, source):
+        assert target.shape == source.shape
+        self.now_s[queue] += len(target) / self.rates[queue]
+        self.copied_bytes += len(target)
+
+    def seconds(self, begin, end):
+        return end - begin
+
+    def synchronize(self):
+        self.now_s = dict.fromkeys(self.now_s, max(self.now_s.values()))
+
+
+def test_rates_of_streams_are_those_of_copies_beside_work(monkeypatch):
+    """Copies of a GPU are over long before a layer is: they go on for as long as it is measured."""
+    streams, num_works = ClockedStreams(), itertools.count()
+
+    def work():
+        is_alone = next(num_works) < 3
+        streams.now_s["compute"] += 0.10 if is_alone else 0.12
+        if not is_alone:
+            assert streams.now_s["back"] > streams.now_s["compute"], "copies run beside it"
+
+    clock = SimpleNamespace(perf_counter=lambda: max(streams.now_s.values()))
+    monkeypatch.setattr("memo.profiler.store_rate.time", clock)
+    found = measure_streams(
+        MemoryStore(), work, streams, torch.empty(16 << 20, dtype=torch.uint8), limit_bytes=20 << 20
+    )
+    assert found.send.time_s(64 << 20) == pytest.approx((64 << 20) / 50e9)
+    assert found.fetch.time_s(64 << 20) == pytest.approx((64 << 20) / 40e9)
+    assert found.slowdown == pytest.approx(1.2)
+    assert streams.copied_bytes > 0.4 * 20e9
 
 
 def test_a_files_own_memory_is_told(tmp_path):

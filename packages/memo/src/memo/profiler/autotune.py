@@ -178,6 +178,8 @@ def measure_profile(
     fixed = partial(fixed_bytes, model, optimizer_bytes)
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         profile = _measure(model, found, batch, store, store_limit_bytes, room_bytes, budget, fixed)
+    if device.type == "cuda":
+        gc.collect()  # tensors in cycles would count as held for good
     # The layers' arguments are gone; what measuring imported and cached is there from now on.
     return replace(profile, fixed_bytes=profile.fixed_bytes + fixed())
 
@@ -246,7 +248,9 @@ def _measure(
         limits = [one for one in (store_limit_bytes, room_bytes) if one is not None]
         rate = None
         if opened is not None:
-            rate = measure_store(opened, work, limit_bytes=min(limits, default=None))
+            rate = measure_store(
+                opened, work, device=source.device, limit_bytes=min(limits, default=None)
+            )
         head_s = measure_head(model, found, short) * factor
         block_head_s, block_head_bytes = _block_head(model, found, short, factor)
         profile = StepProfile(

@@ -14,9 +14,12 @@ _OWN_PAGES_BYTES = 256 * 1024
 
 
 def resident_bytes(device: torch.device) -> int:
-    """Bytes that this process holds on a device now: resident pages of RAM, or what a GPU has reserved."""
+    """Bytes that this process holds on a device now: resident pages of RAM, or blocks of tensors on a GPU.
+
+    What a GPU's allocator has reserved beyond blocks in use serves the next tensors, and is not counted.
+    """
     if device.type == "cuda":
-        return torch.cuda.memory_reserved(device)
+        return torch.cuda.memory_allocated(device)
     with open("/proc/self/statm", encoding="ascii") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
@@ -56,7 +59,7 @@ def hole_bytes() -> int:
 def peak_bytes(device: torch.device) -> int | None:
     """Most bytes that it held on it so far; None where the system does not say."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_reserved(device)
+        return torch.cuda.max_memory_allocated(device)
     return _status_bytes("VmHWM")
 
 
