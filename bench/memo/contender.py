@@ -224,7 +224,7 @@ def _checkpoint(model: Any, setting: Setting) -> AbstractContextManager[Any]:
 
 
 def _every_n(model: Any, setting: Setting) -> AbstractContextManager[Any]:
-    model.gradient_checkpointing_enable({"use_reentrant": False, "every_n_layers": setting.every_n})
+    model.gradient_checkpointing_enable({"use_reentrant": False}, every_n_layers=setting.every_n)
     return nullcontext()
 
 
