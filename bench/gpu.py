@@ -1,13 +1,15 @@
-"""The Triton kernels on one GPU: integers against numba first, then bandwidth against a copy.
+"""The yard on one GPU: Triton kernels, integers against numba first, then bandwidth against a copy; and steps.
 
-Needs torch >= 2.9, triton, numba, jaxtyping and pytest, nothing else of the yard:
+Kernels need torch >= 2.9, triton, numba, jaxtyping and pytest, nothing else of the yard; steps of hydraulis and memo
+need transformers, and a peer of memo's trl:
 
     PYTHONPATH=shared/src python bench/gpu.py --out bench/results
 
 Runs the tests marked `gpu` of shared/tests, then measures each kernel beside a device copy in the
 same run, in turns. Appends each claim to `history.jsonl` in `--out` and replaces `gpu-<device>.md` there;
 what another machine has written goes to bench/results by appending its lines to the history there.
-Takes a few minutes on one H100-class GPU. Exit status 1 when a test or a check fails, 2 without a
+A part of the rows, `--only memo` for instance, leaves the report as it is. Kernels take a few minutes on one
+H100-class GPU, steps of up to half a million tokens longer. Exit status 1 when a test or a check fails, 2 without a
 CUDA device.
 
 `--rehearse` runs the same code at tiny sizes in Triton's interpreter: it measures nothing and
@@ -31,7 +33,7 @@ sys.path.insert(0, str(SOURCES))
 
 from definition import Definition
 from gpu_adam import adam_rows
-from gpu_clock import Row, measure
+from gpu_clock import Figure, Row, measure
 from gpu_documents import document_rows
 from gpu_matmul import weight_matmul_rows
 from gpu_report import benchmark_name, claim_run, render_gpu_report
@@ -390,8 +392,16 @@ def run_tests() -> tuple[bool, str]:
     return done.returncode == 0 and " passed" in f" {last}", last
 
 
-def keep(rows: list[Row], out: Path, of_commit: str, tests: str, took_s: float) -> Path:
-    """Appends the claims to the history in `out` and replaces the device's report there."""
+def keep(
+    rows: list[Row | Figure],
+    out: Path,
+    of_commit: str,
+    tests: str,
+    took_s: float,
+    *,
+    is_whole: bool,
+) -> None:
+    """Appends the claims to the history in `out`, and replaces the device's report there by a whole run's."""
     import torch
 
     device = torch.cuda.get_device_properties(0)
@@ -406,10 +416,46 @@ def keep(rows: list[Row], out: Path, of_commit: str, tests: str, took_s: float) 
     }
     name = benchmark_name(device.name)
     append_history(out / "history.jsonl", [claim_run(row, told, name) for row in rows])
-    path = out / f"{name}.md"
-    text = render_gpu_report(device.name, rows, told, tests, took_s)
-    path.write_text(text, encoding="utf-8")
-    return path
+    if is_whole:
+        text = render_gpu_report(device.name, rows, told, tests, took_s)
+        (out / f"{name}.md").write_text(text, encoding="utf-8")
+
+
+def parts_of(device: str) -> dict[str, Callable[[], list[Any]]]:
+    """Rows by what they are of, at sizes of a GPU or of the rehearsal."""
+    from gpu_memo import memo_rows, memory_rows
+
+    if device == "cpu":
+        return {
+            "quantise": partial(quantise_rows, device, 20, 2),
+            "spmm": partial(spmm_rows, device, 20, 2),
+            "gather": partial(gather_rows, device, 20, 2),
+            "temporal": partial(temporal_rows, device, 200, 2),
+            "attention": partial(attention_rows, device, 20, 2),
+            "log-probs": partial(log_probs_rows, device, 20, 300, 2),
+            "weight-matmul": partial(weight_matmul_rows, device, (70, 256), 2),
+            "documents": partial(document_rows, device, 100, 2),
+            "hydraulis": partial(step_rows, device, 512, 2),
+            "adam": partial(adam_rows, device, 1500, 2),
+            "memo-memory": partial(memory_rows, device, 1 << 20, 64),
+            "memo": partial(memo_rows, device, (64,), (64,)),
+        }
+    # A gigabyte of float32: far beyond any level-two cache.
+    return {
+        "quantise": partial(quantise_rows, device, 2_000_000, 20),
+        "spmm": partial(spmm_rows, device, 200_000, 20),
+        "gather": partial(gather_rows, device, 2_000_000, 20),
+        "temporal": partial(temporal_rows, device, 20_000_000, 20),
+        "attention": partial(attention_rows, device, 200_000, 20),
+        "log-probs": partial(log_probs_rows, device, 4_096, 151_936, 20),
+        "weight-matmul": partial(weight_matmul_rows, device, (8_192, 28_672), 20),
+        "documents": partial(document_rows, device, 32_768, 20),
+        "hydraulis": partial(step_rows, device, 16_384, 10),
+        "adam": partial(adam_rows, device, 100_000_000, 20),
+        "memo-memory": partial(memory_rows, device, 1 << 30, 16_384),
+        "memo": partial(memo_rows, device, (16_384, 32_768, 65_536, 131_072), (32_768, 65_536)),
+        "memo-long": partial(memo_rows, device, (262_144, 524_288), ()),
+    }
 
 
 def main() -> int:
@@ -417,6 +463,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--out", type=Path, default=ROOT / "bench/results", metavar="DIR")
     parser.add_argument("--commit", default=commit(ROOT), help="of sources copied without git")
+    parser.add_argument("--only", nargs="+", default=[], metavar="PART", help="some of the rows")
     parser.add_argument("--rehearse", action="store_true", help="tiny sizes, interpreter, no files")
     args = parser.parse_args()
     started = time.time()
@@ -425,39 +472,21 @@ def main() -> int:
         os.environ.update(TRITON_INTERPRET="1", MESHYARD_KERNELS="triton")
     import torch
 
+    parts = parts_of("cpu" if args.rehearse else "cuda")
+    unknown = set(args.only) - set(parts)
+    if unknown:
+        parser.error(f"--only: expected some of {', '.join(parts)}, got {', '.join(unknown)}")
+    chosen = args.only or list(parts)
     if args.rehearse:
-        rows = [
-            *quantise_rows("cpu", 20, 2),
-            *spmm_rows("cpu", 20, 2),
-            *gather_rows("cpu", 20, 2),
-            *temporal_rows("cpu", 200, 2),
-            *attention_rows("cpu", 20, 2),
-            *log_probs_rows("cpu", 20, 300, 2),
-            *weight_matmul_rows("cpu", (70, 256), 2),
-            *document_rows("cpu", 100, 2),
-            *step_rows("cpu", 512, 2),
-            *adam_rows("cpu", 1500, 2),
-        ]
+        rows = [row for name in chosen for row in parts[name]()]
         return 0 if all(row.correct for row in rows) else 1
     if not torch.cuda.is_available():
         print("bench-gpu: expected a CUDA device, found none; --rehearse needs none")
         return 2
     passed, tests = run_tests()
-    # A gigabyte of float32: far beyond any level-two cache.
-    rows = [
-        *quantise_rows("cuda", 2_000_000, 20),
-        *spmm_rows("cuda", 200_000, 20),
-        *gather_rows("cuda", 2_000_000, 20),
-        *temporal_rows("cuda", 20_000_000, 20),
-        *attention_rows("cuda", 200_000, 20),
-        *log_probs_rows("cuda", 4_096, 151_936, 20),
-        *weight_matmul_rows("cuda", (8_192, 28_672), 20),
-        *document_rows("cuda", 32_768, 20),
-        *step_rows("cuda", 16_384, 10),
-        *adam_rows("cuda", 100_000_000, 20),
-    ]
-    path = keep(rows, args.out, args.commit, tests, time.time() - started)
-    print(f"bench-gpu: wrote {path} and appended to history.jsonl")
+    rows = [row for name in chosen for row in parts[name]()]
+    keep(rows, args.out, args.commit, tests, time.time() - started, is_whole=not args.only)
+    print(f"bench-gpu: appended to {args.out / 'history.jsonl'}")
     return 0 if passed and all(row.correct for row in rows) else 1
 
 

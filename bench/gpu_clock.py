@@ -11,7 +11,7 @@ class Row:
     """One measured kernel.
 
     `shape` is the input's, the same in every run; what a run found goes into `note`. `bytes_moved` is what the operation must read and write once; `baseline_s` the time of
-    `baseline` on the same input, None where there is none.
+    `baseline` on the same input, None where there is none; `package` whose claim it is, `aim` the ratio aimed at, and `copy_name` what is copied beside it.
     """
 
     kernel: str
@@ -25,6 +25,9 @@ class Row:
     baseline: str = ""
     baseline_s: float | None = None
     note: str = ""
+    package: str = "shared"
+    aim: float | None = None
+    copy_name: str = "a device copy"
 
     @property
     def bytes_per_s(self) -> float:
@@ -32,13 +35,35 @@ class Row:
         return self.bytes_moved / self.median_s
 
 
-def timed(functions: dict[str, Callable[[], object]], turns: int) -> dict[str, list[float]]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Figure:
+    """Two numbers that are no times of a kernel: what was predicted beside what came, say.
+
+    `ratio` is what is claimed, the larger the better; None, as `ours`, where there is none.
+    """
+
+    name: str
+    shape: str
+    unit: str
+    ours: float | None
+    baseline: float
+    baseline_name: str
+    ratio: float | None
+    correct: bool
+    note: str = ""
+    package: str = "shared"
+    aim: float | None = None
+
+
+def timed(
+    functions: dict[str, Callable[[], object]], turns: int, warm_turns: int = 2
+) -> dict[str, list[float]]:
     """Seconds of each function [turns], run in turns; by CUDA events where there is a device."""
     import torch
 
     on_gpu = torch.cuda.is_available()
     seconds: dict[str, list[float]] = {name: [] for name in functions}
-    for turn in range(turns + 2):
+    for turn in range(turns + warm_turns):
         for name, function in functions.items():
             if on_gpu:
                 start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -54,7 +79,7 @@ def timed(functions: dict[str, Callable[[], object]], turns: int) -> dict[str, l
                 began = time.perf_counter()
                 function()
                 took = time.perf_counter() - began
-            if turn >= 2:  # the first turns compile and warm up
+            if turn >= warm_turns:  # the first turns compile and warm up
                 seconds[name].append(took)
     return seconds
 
@@ -70,12 +95,16 @@ def measure(
     turns: int,
     baseline: tuple[str, Callable[[], object]] | None = None,
     note: str = "",
+    package: str = "shared",
+    aim: float | None = None,
+    copy_name: str = "a device copy",
+    warm_turns: int = 2,
 ) -> Row:
     """Times `ours` in turns with a device copy and a baseline."""
     functions = {"ours": ours, "copy": copy[0]}
     if baseline:
         functions["baseline"] = baseline[1]
-    times = timed(functions, turns)
+    times = timed(functions, turns, warm_turns)
     low, _, high = statistics.quantiles(times["ours"], n=4)
     row = Row(
         kernel=kernel,
@@ -89,6 +118,9 @@ def measure(
         baseline=baseline[0] if baseline else "",
         baseline_s=statistics.median(times["baseline"]) if baseline else None,
         note=note,
+        package=package,
+        aim=aim,
+        copy_name=copy_name,
     )
     print(line(row), flush=True)
     return row

@@ -1,14 +1,14 @@
 """The report of the kernels on one GPU, and the history's lines of its claims.
 
 A kernel with a baseline claims its time against the baseline's; one without claims its bandwidth
-against that of a device copy in the same turns.
+against that of a device copy in the same turns. A figure claims its own ratio.
 """
 
 import re
 from collections.abc import Iterable
 from typing import Any
 
-from gpu_clock import Row
+from gpu_clock import Figure, Row
 from history import ClaimRun, format_number
 from report import header, run_table, table
 
@@ -26,14 +26,36 @@ def benchmark_name(device: str) -> str:
     return f"gpu-{re.sub(r'[^a-z0-9]+', '-', device.lower()).strip('-')}"
 
 
-def claim_run(row: Row, told: dict[str, Any], benchmark: str) -> ClaimRun:
+def claim_run(row: Row | Figure, told: dict[str, Any], benchmark: str) -> ClaimRun:
     """Returns what a row claims, as a line of the history.
 
     Args:
-        row: a measured kernel.
+        row: a measured kernel, or a figure.
         told: command, commit, date, machine, versions and the benchmark's revision.
         benchmark: what `benchmark_name` returned.
     """
+    common: dict[str, Any] = {
+        "package": row.package,
+        "benchmark": benchmark,
+        "spread": None,
+        "correct": row.correct,
+        "kind": "measured",
+        "aim": row.aim,
+        "source": "bench/gpu.py",
+        **told,
+    }
+    if isinstance(row, Figure):
+        return ClaimRun(
+            name=f"{row.name}, {row.shape}",
+            unit=row.unit,
+            ours=row.ours,
+            baseline=row.baseline,
+            baseline_name=row.baseline_name,
+            higher_is_better=True,
+            ratio=row.ratio,
+            detail=row.note,
+            **common,
+        )
     share = row.bytes_per_s / row.copy_bytes_per_s
     figures: dict[str, Any]
     if row.baseline_s is None:
@@ -41,7 +63,7 @@ def claim_run(row: Row, told: dict[str, Any], benchmark: str) -> ClaimRun:
             "unit": "GB/s",
             "ours": row.bytes_per_s / 1e9,
             "baseline": row.copy_bytes_per_s / 1e9,
-            "baseline_name": "a device copy in the same turns",
+            "baseline_name": f"{row.copy_name} in the same turns",
             "higher_is_better": True,
             "ratio": share,
         }
@@ -55,33 +77,29 @@ def claim_run(row: Row, told: dict[str, Any], benchmark: str) -> ClaimRun:
             "ratio": row.baseline_s / row.median_s,
         }
     return ClaimRun(
-        package="shared",
-        benchmark=benchmark,
         name=f"{row.kernel}, {row.shape}",
         **figures,
-        spread=None,
-        correct=row.correct,
-        kind="measured",
-        aim=None,
-        detail="; ".join(filter(None, [f"{share:.0%} of a device copy's bandwidth", row.note])),
-        source="bench/gpu.py",
-        **told,
+        detail="; ".join(filter(None, [f"{share:.0%} of {row.copy_name}'s bandwidth", row.note])),
+        **common,
     )
 
 
 def render_gpu_report(
-    device: str, rows: Iterable[Row], told: dict[str, Any], tests: str, took_s: float
+    device: str, rows: Iterable[Row | Figure], told: dict[str, Any], tests: str, took_s: float
 ) -> str:
     """Writes the Markdown of one device.
 
     Args:
         device: the device's name.
-        rows: the measured kernels.
+        rows: the measured kernels, and figures.
         told: command, commit, date, machine, versions and the benchmark's revision.
         tests: the last line of the tests on the device.
         took_s: seconds of the whole run.
     """
+    rows = list(rows)
     heads = ("kernel and input", "ms", "GB/s (share of a copy)", "speed against", "correct")
+    kernels = [_cells(row) for row in rows if isinstance(row, Row)]
+    figures = [_figure_cells(row) for row in rows if isinstance(row, Figure)]
     passed = (
         "Tests on the device (integers equal numba's on 10^7 values at 2, 4 and 8 bits): "
         f"{tests}. {took_s:.0f} s in all."
@@ -91,8 +109,10 @@ def render_gpu_report(
         run_table(header(told, told["versions"])),
         passed,
         _READING,
-        table(heads, map(_cells, rows)),
+        table(heads, kernels),
     ]
+    if figures:
+        parts += [table(("figure and input", "ours", "against", "ratio", "correct"), figures)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -107,5 +127,15 @@ def _cells(row: Row) -> tuple[str, ...]:
         f"{middle} ({low} to {high})",
         f"{format_number(row.bytes_per_s / 1e9)} ({share:.0%})",
         against,
+        "yes" if row.correct else "NO",
+    )
+
+
+def _figure_cells(row: Figure) -> tuple[str, ...]:
+    return (
+        "; ".join(filter(None, [f"{row.name}, {row.shape}", row.note])),
+        f"{format_number(row.ours)} {row.unit}",
+        f"{format_number(row.baseline)} {row.unit}, {row.baseline_name}",
+        format_number(row.ratio),
         "yes" if row.correct else "NO",
     )

@@ -1,0 +1,69 @@
+"""Rows of bench/gpu.py that need no kernels, rehearsed on the CPU: what they call is still there, and `correct` can fail."""
+
+import sys
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
+
+pytest.importorskip("transformers")
+
+import torch
+
+from gpu_clock import Figure
+from gpu_llama import FULL, PEERS, Llama, agree, train_step
+from gpu_memo import memory_rows, step_rows
+from gpu_report import claim_run
+
+pytestmark = pytest.mark.unchecked  # models are trained
+TOKENS = 64
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return Llama("cpu")
+
+
+@pytest.fixture(scope="module")
+def full(llama):
+    model = llama.shell()
+    return llama.outcome(partial(train_step, model, llama.batch(TOKENS), PEERS[FULL](model)))
+
+
+def test_rows_of_memo_are_rehearsed(llama):
+    rows = step_rows(llama, TOKENS, FULL, 1.22)
+    assert [row.package for row in rows] == ["memo"] * 3
+    assert all(row.correct for row in rows)
+    assert all(row.correct for row in memory_rows("cpu", 1 << 16, TOKENS))
+
+
+def test_a_step_agrees_with_another_way_only_if_it_trains_the_same_within_the_limit(llama, full):
+    model, batch = llama.shell(), llama.batch(TOKENS)
+    plain = llama.outcome(partial(train_step, model, batch, nullcontext()))
+    assert agree(plain, full, plain.peak_bytes)
+    assert not agree(plain, full, plain.peak_bytes - 1), "over its limit"
+    idle = llama.outcome(lambda: torch.tensor(full.loss))
+    assert not agree(idle, full, full.peak_bytes * 2), "does nothing"
+    assert not agree(idle, idle, full.peak_bytes * 2), "nobody trains"
+    other = {**batch, "input_ids": batch["input_ids"].flip(1), "labels": batch["labels"].flip(1)}
+    found = llama.outcome(partial(train_step, model, other, nullcontext()))
+    assert not agree(found, full, found.peak_bytes), "trains other data"
+
+
+def test_where_no_plan_fits_no_ratio_is_claimed(llama, monkeypatch):
+    def refuse(*_, **__):
+        raise memo.DoesNotFit("expected less")
+
+    import memo
+
+    monkeypatch.setattr("gpu_memo.memo.autotune", refuse)
+    (row,) = step_rows(llama, TOKENS, FULL, 1.22)
+    assert isinstance(row, Figure)
+    assert (row.ours, row.ratio, row.correct, row.aim) == (None, None, False, 1.22)
+    told = dict.fromkeys(("command", "commit", "machine"), "") | {"revision": 1, "versions": {}}
+    claim = claim_run(row, {**told, "date": "2026-01-02T03:04+00:00"}, "gpu-nvidia-h200")
+    assert (claim.package, claim.ratio, claim.correct) == ("memo", None, False)
+    assert not claim.is_aim_met
