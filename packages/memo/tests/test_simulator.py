@@ -1,5 +1,7 @@
 """Replayed steps against sums that one can do by hand."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -33,6 +35,16 @@ def test_copies_that_hide_cost_what_is_computed_again_alone():
     found = simulate(Plan(layers=(STORE_ALL,)), step_profile(rate=1e12))
     assert found.step_s == pytest.approx(6 * (1.5 + 0.05) + 0.1, abs=1e-3)
     assert found.store_bytes == 6 * 9 * UNIT
+
+
+def test_streams_hold_what_is_sent_until_they_are_awaited():
+    plan = Plan(layers=(STORE_ALL,))
+    quick, streams = (
+        simulate(replace(plan, store=store), step_profile(rate=1e12))
+        for store in ("memory", "pinned")
+    )
+    assert streams.expected_peak_bytes == streams.peak_bytes == quick.peak_bytes
+    assert quick.expected_peak_bytes < quick.peak_bytes
 
 
 def test_slow_copies_bound_the_step_from_below():

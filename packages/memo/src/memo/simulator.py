@@ -61,7 +61,10 @@ def simulate(plan: Plan, profile: StepProfile) -> Prediction:
     return Prediction(
         step_s=timeline.makespan_s,
         peak_bytes=held.peak_bytes,
-        expected_peak_bytes=_expected_peak(held, timeline, profile, plan),
+        # Streams of a GPU give memory back where the schedule waits, however soon a copy is over.
+        expected_peak_bytes=held.peak_bytes
+        if plan.store == "pinned"
+        else _expected_peak(held, timeline, profile, plan),
         store_bytes=held.store_bytes,
         exposed_s=max(0.0, timeline.makespan_s - compute_s),
         replayed_s=sum(layer.replay_s for layer in held.layers),
