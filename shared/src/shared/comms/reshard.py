@@ -3,14 +3,13 @@
 A layout lists the boxes that each rank holds; a box held by several ranks is replicated. Elements
 that a rank wants and already holds are copied locally; every other element is sent once, by the
 replica with the least bytes to send so far. The plan is a pure function and the same on all ranks;
-running it packs boxes of all tensors between two ranks into messages of some megabytes, so that many
-small tensors cost as few messages as one large one, and packing and unpacking hide behind the wire.
+running it packs all boxes of all tensors between two ranks into one message, so that many small
+tensors cost as few messages as one large one.
 """
 
 from __future__ import annotations
 
 import heapq
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -27,9 +26,6 @@ from shared.errors import ConfigError, DataError
 from shared.topology.boxes import Box, intersect, subtract
 
 __all__ = ["Move", "Transfer", "plan", "run", "sent_bytes"]
-
-_MESSAGE_BYTES = 1 << 24
-"""A message ends with the box that reaches it: long enough to fill a link, short beside the whole."""
 
 
 class Transfer(NamedTuple):
@@ -160,9 +156,9 @@ def run(
 ) -> None:
     """Executes the transfers of many tensors together, in ring rounds.
 
-    Messages are packed and unpacked while others are under way: each peer's first one goes, then
-    each one's second and so on, and buffers take the memory of two. A message of one contiguous box is
-    neither: it is sent from where it is held, and arrives where it is wanted.
+    A round's messages are packed and unpacked while another round is under way, so that buffers
+    take the memory of two rounds' messages. A message of one contiguous box is neither: it is sent
+    from where it is held, and arrives where it is wanted.
 
     Args:
         group: group whose ranks take part; ranks of transfers are ranks in it.
@@ -183,18 +179,15 @@ def run(
     landing = {
         peer: [_place(move.wanted, box) for move, box in boxes] for peer, boxes in incoming.items()
     }
-    leaving = {peer: _messages(values) for peer, values in sending.items() if peer != rank}
-    arriving = {peer: _messages(values) for peer, values in landing.items() if peer != rank}
     # Given all ranks' transfers, all ranks send or none does, and all then connect.
     sends = any(src != dst for move in moves for src, dst, _ in move.transfers)
-    num_turns = max(map(len, (*leaving.values(), *arriving.values())), default=1)
     under_way: list[tuple[PendingRounds, Tensor, Sequence[Tensor]]] = []
-    for turn, shift in itertools.product(range(num_turns), range(1, size) if sends else ()):
+    for shift in range(1, size) if sends else ():
         to, origin = (rank + shift) % size, (rank - shift) % size
-        buffer, targets = _landing_place(_at(arriving, origin, turn), group.device)
+        buffer, targets = _landing_place(landing.get(origin, []), group.device)
         item = Round(
             send_to=to,
-            send=partial(_packed, _at(leaving, to, turn), group.device),
+            send=partial(_packed, sending.get(to, ()), group.device),
             recv_from=origin,
             recv=buffer,
         )
@@ -207,25 +200,6 @@ def run(
         target.copy_(value)
     for waiting in under_way:
         _land(*waiting)
-
-
-def _messages(values: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Values in the order given, divided alike by both ends: sizes are those of the boxes."""
-    found: list[list[Tensor]] = []
-    room_bytes = 0
-    for value in values:
-        if room_bytes <= 0:
-            found.append([])
-            room_bytes = _MESSAGE_BYTES
-        found[-1].append(value)
-        room_bytes -= value.numel() * value.element_size()
-    return found
-
-
-def _at(messages: dict[int, list[list[Tensor]]], peer: int, turn: int) -> Sequence[Tensor]:
-    """One of a peer's messages; none where it has fewer."""
-    found = messages.get(peer, ())
-    return found[turn] if turn < len(found) else ()
 
 
 def _by_peer(
