@@ -170,6 +170,9 @@ def bench_between_all_and_nothing(tmp_path, benchmark, record_claim):
         return known, plain, found
 
     known, plain, found = benchmark.pedantic(measure, rounds=1)
+    # Peers that are what their names say keep more the fewer layers they checkpoint.
+    grown = [known[name][0] for name in ("every 1 layers", "every 2 layers", "every 8 layers")]
+    is_as_named = known.keys() == peers().keys() and grown[0] < 0.8 * grown[1] < 0.8 * grown[2]
     told = "; ".join(
         f"{name}: {format_bytes(one[0])}, {one[1]:.3g} s"
         for name, one in {**known, "plain": plain}.items()
@@ -182,11 +185,12 @@ def bench_between_all_and_nothing(tmp_path, benchmark, record_claim):
                 unit="s",
                 ours=median(ours.seconds),
                 baseline=median(peer.seconds),
-                baseline_name=f"the fastest peer that fits: {best}",
+                baseline_name=f"the fastest that fits, any n among them: {best}",
                 higher_is_better=False,
                 correct=ours.losses == pytest.approx(peer.losses, rel=1e-5)
                 and len(set(ours.losses)) > 2
-                and is_held(ours),
+                and is_held(ours)
+                and is_as_named,
                 detail=f"limit {format_bytes(limit)}, held by RLIMIT_DATA for ours; ours grew by "
                 f"{format_bytes(ours.steps[-1].peak_bytes)}; peers without a limit, growth and step: {told}",
                 source=f"{COMMAND} -k between",
