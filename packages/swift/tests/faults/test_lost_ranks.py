@@ -41,17 +41,17 @@ def check(folder, expected, num_failures):
     return told
 
 
-def test_eight_kills_in_one_run_leave_every_state_as_it_was(driver, tmp_path, undisturbed):
+def test_twelve_kills_in_one_run_leave_every_state_as_it_was(driver, tmp_path, undisturbed):
     # By the last one the others have updated two buckets.
     last = {
         "rank": 1,
-        "recovery": 7,
+        "recovery": 11,
         "step": STEPS - 1,
         "point": "start",
         "bucket": 2,
         "after_s": 0.3,
     }
-    faults = [*draw_faults(0, 7), last]
+    faults = [*draw_faults(0, 11), last]
     driver.train(tmp_path, "-n", "3", "--spares", "4", steps=STEPS, faults=faults)
     assert launching.states(tmp_path) == undisturbed()
     told = launching.failures(tmp_path)
@@ -72,7 +72,7 @@ def test_kills_while_it_recovers_and_sgd_with_clipping(driver, tmp_path, undistu
         {"rank": 0, "recovery": 4, "point": "undo"},
         {"rank": 1, "recovery": 5, "step": 7, "point": "reduce", "bucket": 2},
         {"rank": 1, "recovery": 6, "point": "transfer"},
-        {"rank": 0, "recovery": 7, "step": 11, "point": "forward"},
+        {"rank": 0, "recovery": 11, "step": 11, "point": "forward"},
         {"rank": 2, "recovery": 8, "point": "verify"},
     ]
     options = ("-n", "3", "--spares", "5")
