@@ -72,7 +72,7 @@ def test_kills_while_it_recovers_and_sgd_with_clipping(driver, tmp_path, undistu
         {"rank": 0, "recovery": 4, "point": "undo"},
         {"rank": 1, "recovery": 5, "step": 7, "point": "reduce", "bucket": 2},
         {"rank": 1, "recovery": 6, "point": "transfer"},
-        {"rank": 0, "recovery": 11, "step": 11, "point": "forward"},
+        {"rank": 0, "recovery": 7, "step": 11, "point": "forward"},
         {"rank": 2, "recovery": 8, "point": "verify"},
     ]
     options = ("-n", "3", "--spares", "5")
