@@ -125,10 +125,13 @@ def fill(number, rank):
 
 def rank_life(rank, folder, life, first, port, told):
     """Saves until it is killed, and tells the number of every save that it knows committed."""
+    import torch
     import torch.distributed as dist
 
     import bytecheckpoint as bcp
 
+    # torch makes a forked process's pool at its first use: not safe where two threads come first.
+    torch.set_num_threads(1)
     stage, overwrite, keep, _ = LIVES[life]
     dist.init_process_group(
         "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=WORLD_SIZE
