@@ -36,7 +36,7 @@ __all__ = ["Visit", "main"]
 
 ROOT = Path(__file__).parents[1]
 TAIL_LINES = 25
-QUICK_TIMEOUT_S = 120.0
+QUICK_TIMEOUT_S = 240.0
 FULL_TIMEOUT_S = 3600.0
 
 
