@@ -59,7 +59,7 @@ def choose(num):
 
 
 def bench_log_selection(benchmark, record_claim):
-    """Time is beside the issue's limit, expected replay beside the greedy's."""
+    """Time is beside the limit set, expected replay beside the greedy's."""
     swift.select_logs(*draw_chain(8, 0), INTERVAL, RATE, 1e10)  # imports
     every = benchmark.pedantic(lambda: {num: choose(num) for num in (16, 128)}, rounds=1)
     for num, limit_s in ((16, 0.05), (128, 2.0)):
