@@ -12,7 +12,6 @@ from statistics import mean, quantiles
 
 import pytest
 import torch
-from matplotlib.figure import Figure
 
 import adaqp
 from adaqp.messages.channel import noise_per_step_sq
@@ -21,6 +20,7 @@ from adaqp.policy import Adaptive, Drop, Exact
 from shared.claims import Claim
 from shared.comms import RankPool
 from shared.kernels.segment import CSR, spmm
+from shared.training.pictures import new_picture, save_picture
 
 DRAWS = 100
 PEERS = [
@@ -216,7 +216,7 @@ def aggregation_variance(dg, channel, bits, draws):
 
 def draw(predicted, measured, path):
     """A point a row, and the line on which prediction and measurement are one."""
-    figure = Figure(figsize=(5, 4.6), layout="constrained")
+    figure = new_picture(4.2)
     axes = figure.subplots()
     some = torch.randperm(len(predicted), generator=torch.Generator().manual_seed(0))[:4000]
     axes.loglog(
@@ -226,7 +226,5 @@ def draw(predicted, measured, path):
     axes.loglog(ends, ends, color="#D55E00", linewidth=1, label="equal")
     axes.set_xlabel("squared error predicted from ranges and widths")
     axes.set_ylabel(f"mean squared error over {DRAWS} draws")
-    axes.set_title("Noise of one adaptive aggregation, by row", fontsize=11)
     axes.legend(frameon=False)
-    path.parent.mkdir(exist_ok=True)
-    figure.savefig(path, format="svg", dpi=150)
+    save_picture(figure, path, "Noise of one adaptive aggregation, by row")

@@ -119,7 +119,7 @@ class Train(_Training):
     """Train on the first part of a stream in several passes, and evaluate on the rest.
 
     Examples:
-        gnnflow train flights --limit 50000 --model tf-tgn --epochs 3
+        gnnflow train flights --limit 20000 --model tf-tgn --epochs 2
         gnnflow train zipf:1000:20000 --epochs 1 --dim 32
     """
 
