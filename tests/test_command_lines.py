@@ -204,7 +204,11 @@ TOLD = {
 
 @pytest.mark.unchecked
 @pytest.mark.parametrize(
-    "package", [pytest.param(one, marks=pytest.mark.slow if one == "memo" else ()) for one in LONG]
+    "package",
+    [
+        pytest.param(one, marks=() if one in ("hybridflow", "mspipe") else pytest.mark.slow)
+        for one in LONG
+    ],
 )
 def test_in_a_pipe_progress_is_lines_unless_it_is_hidden(package, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)

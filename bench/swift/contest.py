@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -170,8 +171,9 @@ class Job:
         survivors = [pid for pid in last if pid not in victims and Path(f"/proc/{pid}").exists()]
         stalls = []
         for pid in survivors:
-            times = [t for t in self._times(pid) if t >= begun - 2 * step_s and t <= back + 0.01]
-            stalls.extend(b - a - step_s for a, b in itertools.pairwise(times))
+            times = [t for t in self._times(pid) if t <= back + 0.01]
+            before_it = max(bisect_right(times, begun) - 1, 0)
+            stalls.extend(b - a - step_s for a, b in itertools.pairwise(times[before_it:]))
         return Failure(back - begun, max(stalls, default=None), step_s)
 
     def _times(self, pid: int) -> list[float]:

@@ -46,7 +46,8 @@ def resume(path, strategy):
     return engine.step(texts(1)).loss, engine.state_dict()
 
 
-@pytest.mark.parametrize("strategy", ["pp2", pytest.param("tp1+tp1", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["pp2", "tp1+tp1"])
 def test_an_engine_goes_on_in_another_layout_from_bytecheckpoints_files(tmp_path, strategy):
     path = str(tmp_path / "step_00000001")
     with RankPool(3) as pool:

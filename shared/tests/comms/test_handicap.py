@@ -50,7 +50,10 @@ def test_modules_are_imported_once_for_all_ranks(monkeypatch):
         assert pool.run(is_imported, "this").results == [False]
 
 
-@pytest.mark.parametrize("preloaded", [(), ("numba", "shared.kernels.weight_matmul")])
+@pytest.mark.parametrize(
+    "preloaded",
+    [(), pytest.param(("numba", "shared.kernels.weight_matmul"), marks=pytest.mark.slow)],
+)
 def test_ranks_of_one_pool_differ(preloaded, monkeypatch):
     monkeypatch.setenv("OF_THIS_TEST", str(preloaded))  # so that no other pool's template serves it
     last = max(os.sched_getaffinity(0))

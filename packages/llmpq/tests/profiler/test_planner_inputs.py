@@ -29,6 +29,7 @@ def measured_by_rank(model, here, elsewhere):
     return measured(model, here if Group.world().rank == 0 else elsewhere, here / "profiles")
 
 
+@pytest.mark.slow
 def test_files_of_the_first_rank_are_enough(tmp_path):
     model = add_tokenizer(make("llama", tmp_path / "model"))
     # A rank too few: what is read of both files is said on both ranks before anything is measured.

@@ -181,7 +181,11 @@ def log_a_line() -> None:
         logging.getLogger(name).info("chosen")
 
 
-@pytest.mark.parametrize("env", [{}, {"MINE": "fresh"}], ids=["forked", "fresh"])
+@pytest.mark.parametrize(
+    "env",
+    [{}, pytest.param({"MINE": "fresh"}, marks=pytest.mark.slow)],
+    ids=["forked", "fresh"],
+)
 def test_log_lines_that_the_parent_shows_are_shown_of_ranks_too(capfd, env):
     with show_log_lines(["yard", "more"]), RankPool(2, env=env) as pool:
         pool.run(log_a_line)
