@@ -11,6 +11,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tools"))
 
 from rules.package import read_words
+from shared.training.pictures import WIDTH_IN
 
 SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
 HOMES = [ROOT / "shared", *(path.parent for path in sorted(ROOT.glob("packages/*/pyproject.toml")))]
@@ -30,8 +31,19 @@ PAGES = [
 ]
 
 
+PICTURES = sorted(ROOT.glob("packages/*/docs/*.svg"))
+
+
 def named(paths):
     return {"argvalues": paths, "ids": [str(path.relative_to(ROOT)) for path in paths]}
+
+
+@pytest.mark.parametrize("picture", **named(PICTURES))
+def test_pictures_are_as_wide_as_the_common_style_and_have_a_title(picture):
+    """Text has its one size there, so that equal widths mean equal letters on a page."""
+    text = picture.read_text(encoding="utf-8")
+    assert re.search(r'<svg [^>]*\bwidth="([\d.]+)pt"', text)[1] == f"{72 * WIDTH_IN:g}"
+    assert re.search(r"<title>[^<]{10,}</title>", text)
 
 
 @pytest.mark.parametrize("page", **named(PAGES))

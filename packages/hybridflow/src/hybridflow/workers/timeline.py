@@ -88,6 +88,6 @@ def draw(spans: Sequence[Span], path: Path, title: str, least_share: float = 0.0
     axes.set_yticks(range(len(ranks)), [f"rank {rank}" for rank in ranks])
     axes.invert_yaxis()
     axes.set_xlabel("milliseconds")
-    figure.legend(ncols=3, loc="outside lower center", frameon=False)
+    figure.legend(ncols=2, loc="outside lower center", frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
     save_picture(figure, path, title)
