@@ -73,8 +73,8 @@ def faults(site):
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory):
-    """The site, built as a user builds it."""
+def built(tmp_path_factory):
+    """The site, built as a user builds it, and the seconds that it took."""
     if not shutil.which("hatch"):
         pytest.skip("needs hatch on the path, which makes the environment of the site")
     out = tmp_path_factory.mktemp("docs") / "site"
@@ -89,8 +89,19 @@ def site(tmp_path_factory):
         text=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert time.monotonic() - begun < BUILD_LIMIT_S
-    return out
+    return out, time.monotonic() - begun
+
+
+@pytest.fixture
+def site(built):
+    """The site."""
+    return built[0]
+
+
+@pytest.mark.slow
+def test_the_site_is_built_in_two_minutes(built):
+    """On a machine that does nothing else."""
+    assert built[1] < BUILD_LIMIT_S
 
 
 @pytest.mark.slow
@@ -131,7 +142,7 @@ def test_every_public_name_is_described_once(site, package):
 @pytest.mark.slow
 def test_classes_are_described_with_their_constructors_and_with_what_is_returned(site):
     page = site / "packages/swift/api/index.html"
-    text = unescape(re.sub(r"<[^>]+>", "", page.read_text(encoding="utf-8")))
+    text = " ".join(unescape(re.sub(r"<[^>]+>", "", page.read_text(encoding="utf-8"))).split())
     for words in ("samples of a step, of all ranks together", "a checkpoint is step-<n> in it"):
         assert words in text
     loop, trainable = "swift.training.runtime.Run.loop", "swift.training.trainable"
