@@ -23,6 +23,7 @@ FOREIGN = {
     "config._attn_implementation": "transformers: a model's attention, which has no other name",
     "._fields": "namedtuple",
     "._replace": "namedtuple",
+    "_thread.start_new_thread": "a signal handler starts a thread without the locks of `threading`",
     "atexit._run_exitfuncs": "a rank that leaves by os._exit still runs its exit functions",
     "os._exit": "a forked process leaves without its parent's exit functions",
     "sys._current_frames": "whether the main thread waits for a message, asked by another one",

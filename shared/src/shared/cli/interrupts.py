@@ -2,33 +2,35 @@
 
 from __future__ import annotations
 
-import _thread
 import os
 import signal
 import threading
 import time
+from _thread import start_new_thread
 from types import FrameType
 
 __all__ = ["Interrupts"]
 
 _AGAIN_S = 0.02
-_MOST_S = 30.0
-"""An import that takes longer is a program of its own, and is interrupted as such."""
 
 
 class Interrupts:
     """Notes Ctrl-C within its block, where it raises KeyboardInterrupt as ever, but behind an import.
 
     numpy, interrupted while it is imported, ends in a RecursionError that names no cause, and torch,
-    which imports it from C, goes on without it and without a word. So in the midst of an import the
+    which imports it from C, ends without it and without a word. So in the midst of an import the
     interrupt comes again, every 20 ms, until the import is over.
+
+    Args:
+        import_limit_s: an import that takes longer is a program of its own, and is interrupted as such.
 
     Attributes:
         have_come: whether there was one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, import_limit_s: float = 30.0) -> None:
         self.have_come = False
+        self._import_limit_s = import_limit_s
         self._is_installed = False
         self._first_s = 0.0
         self._is_due = False
@@ -50,13 +52,13 @@ class Interrupts:
         now_s = time.monotonic()
         if not self.have_come:
             self.have_come, self._first_s = True, now_s
-        if not _is_importing(frame) or now_s - self._first_s >= _MOST_S:
+        if not _is_importing(frame) or now_s - self._first_s >= self._import_limit_s:
             self._is_due = False
             raise KeyboardInterrupt
         if not self._is_due:
             self._is_due = True
             # Without `threading`, whose locks the interrupted code may hold.
-            _thread.start_new_thread(self._repeat, ())
+            start_new_thread(self._repeat, ())
 
     def _repeat(self) -> None:
         """Interrupts again until it is raised; a block that ignores interrupts only delays it."""
