@@ -97,7 +97,7 @@ def digests(way, kind, steps, root):
         tempfile.TemporaryDirectory(dir=root) as folder,
         way(Path(folder), kind, steps) as job,
     ):
-        job.wait(300.0)
+        job.wait(900.0)
         return job.digests()
 
 
@@ -126,7 +126,7 @@ def bench_killed_rank(kind, aim_s, benchmark, record_claim):
                 ):
                     failures[name] += [job.fail(draw) for _ in range(turn)]
                     if is_compared:
-                        job.wait(300.0)
+                        job.wait(900.0)
                         final[name].append((turn, job.digests()))
         quiet = {
             (name, turn): digests(ways[name], kind, compared[name] * turn, root)
@@ -204,7 +204,7 @@ def bench_killed_sharded(benchmark, record_claim):
                 ):
                     failures[name] += [job.fail(draw) for _ in range(turn)]
                     if name == "swift":
-                        job.wait(300.0)
+                        job.wait(900.0)
                         final.append((steps, job.digests()))
         quiet = {
             steps: digests(contest.swift, "llama", steps, root)
