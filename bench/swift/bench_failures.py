@@ -48,7 +48,8 @@ PEERS = [
     {
         "peer": "torchft at its best",
         "setting": "a fourth group runs along as a hot spare (FIXED_WITH_SPARES), the shortest heartbeat limit that "
-        "1,000 undisturbed steps survive (100 of MiniLM), quorum tick 10 ms, join limit 50 ms, messages end after 1 s",
+        "1,000 undisturbed steps survive (100 of MiniLM), quorum tick 10 ms, join limit 50 ms, messages end after 1 s; of "
+        "MiniLM 10 s and 5 s, as its groups end a step further apart than 50 ms",
         "why": "nothing has to start, and nothing waits longer than it must",
     },
     {

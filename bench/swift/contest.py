@@ -171,10 +171,24 @@ class Job:
         survivors = [pid for pid in last if pid not in victims and Path(f"/proc/{pid}").exists()]
         stalls = []
         for pid in survivors:
-            times = [t for t in self._times(pid) if t <= back + 0.01]
+            times = self._times_beyond(pid, back)
             before_it = max(bisect_right(times, begun) - 1, 0)
             stalls.extend(b - a - step_s for a, b in itertools.pairwise(times[before_it:]))
         return Failure(back - begun, max(stalls, default=None), step_s)
+
+    def _times_beyond(self, pid: int, second: float) -> list[float]:
+        """When a process has finished steps, up to its first one behind a second, which is waited for.
+
+        Who was a step ahead as the fault came, is at the step that all come back to before its stall, and
+        may finish the next one after the newcomer.
+        """
+        end = time.monotonic() + _RECOVER_S
+        while not (times := self._times(pid)) or times[-1] <= second:
+            if time.monotonic() > end:
+                raise Lost(f"process {pid} finished no step behind the others in {_RECOVER_S:g} s")
+            time.sleep(_LOOK_S)
+            self.look()
+        return times[: bisect_right(times, second) + 1]
 
     def _times(self, pid: int) -> list[float]:
         return [line["at_s"] for line in self.lines if line["pid"] == pid and "digest" not in line]
@@ -298,7 +312,9 @@ def torchft(
             are as short; otherwise as torchft's examples set them.
     """
     python = str(HOME / ".peers" / "torchft" / "bin" / "python")
-    limits = ("50", "10") if has_spare else ("10000", "100")
+    # Groups whose steps take a second come one after another by more than 50 ms.
+    join_limit_ms = "50" if kind == "linear" and has_spare else "10000"
+    limits = (join_limit_ms, "10" if has_spare else "100")
     house = subprocess.Popen(
         [
             python, HERE / "torchft_lighthouse.py", "--min-replicas", "1",
