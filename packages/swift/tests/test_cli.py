@@ -112,14 +112,21 @@ def test_a_scripts_mistake_is_said_once_for_all_ranks(driver, tmp_path, mistake)
     assert not re.search("runpy|worker.py", printed)
 
 
-@pytest.mark.parametrize("words", [["-n", "0"], ["--node-rank", "1"], ["--node-rank", "-1"]])
-def test_ranks_that_cannot_be_are_wrong_usage(capsys, words):
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["-n", "0"], "-n: expected at least one rank on this host, got 0; give"),
+        (["--node-rank", "1"], "--node-rank: expected 0 to 0 for --nnodes 1, got 1; give"),
+        (["--node-rank", "-1"], "--node-rank: expected 0 to 0 for --nnodes 1, got -1; give"),
+        (["--nnodes", "0"], "--nnodes: expected at least one host, got 0; give"),
+    ],
+)
+def test_ranks_that_cannot_be_are_wrong_usage(capsys, words, expected):
     with pytest.raises(SystemExit) as ended:
         main(["run", *words, "none.py"])
     assert ended.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
-    told = "meshyard-swift: expected -n of 1 or more and a --node-rank below --nnodes, got -n "
-    assert line.startswith(told)
+    assert line.startswith(f"meshyard-swift: {expected}")
 
 
 @pytest.mark.parametrize(

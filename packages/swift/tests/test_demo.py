@@ -4,7 +4,7 @@ import pytest
 
 from shared.claims import faults, read_demo
 from swift.cli import main
-from swift.demo import DemoTraining, judge
+from swift.demo import DemoTraining, judge, judge_restart
 from swift.timeline import draw_failure, place_phases
 
 STEPS = {11: [(0, 0, 10.0), (0, 1, 10.5)], 12: [(1, 0, 10.0), (1, 1, 10.5)]}
@@ -30,6 +30,22 @@ def test_a_run_that_does_nothing_or_something_else_is_not_correct(outcome):
     assert claims[0].ours == pytest.approx(0.2)
     assert claims[0].baseline == pytest.approx(4.0)
     assert not any(claim.correct for claim in judge("replicas", QUIET, outcome))
+
+
+def test_a_restart_counts_from_the_killed_step_to_all_ranks_in_the_next():
+    steps = {
+        1: [(0, 4, 1.0), (0, 5, 2.0)],
+        2: [(1, 4, 1.0), (1, 5, 2.25)],
+        3: [(0, 5, 7.0), (0, 6, 8.0)],
+        4: [(1, 5, 7.0), (1, 6, 9.0)],
+    }
+    restarted = DemoTraining({0: "a", 1: "a"}, steps, (), 0.0)
+    claim = judge_restart(GOOD, restarted, 5)
+    assert (claim.ours, claim.baseline) == (pytest.approx(0.2), pytest.approx(7.0))
+    assert claim.correct
+    assert not judge_restart(QUIET, restarted, 5).correct
+    assert not judge_restart(GOOD, DemoTraining({}, {}, (), 0.0), 5).correct
+    assert not judge_restart(GOOD, DemoTraining({0: "a"}, steps, (), 0.0), 5).correct
 
 
 def test_phases_end_where_the_repeated_step_does():

@@ -47,6 +47,8 @@ class RunScript:
     """Seconds of silence after which a process, or a host, is taken for lost."""
     report: Path | None = None
     """Write what failed and what each recovery took here, as JSON."""
+    picture: Path | None = None
+    """Draw the newest failure here, second by second, as the run ends (SVG)."""
     nnodes: int = 1
     """Hosts."""
     node_rank: int = 0
@@ -59,16 +61,27 @@ class RunScript:
     """Continue with fewer ranks, but at least these, when no spare comes; never by default, as the result differs."""
     wait: float = 300.0
     """Seconds to wait for a spare, or for the first supervisor."""
+    timeout: float = 600.0
+    """Seconds that a message between ranks may take: more than one rank computes while the others wait for it."""
     backend: Literal["gloo", "nccl"] = "gloo"
     """Of the ranks' messages; nccl is untested on several GPUs."""
     preload: tuple[str, ...] = ()
     """Modules that processes have imported when they start, such as transformers."""
 
     def __post_init__(self) -> None:
-        if self.n < 1 or not 0 <= self.node_rank < self.nnodes:
+        if self.n < 1:
             raise ConfigError(
-                f"expected -n of 1 or more and a --node-rank below --nnodes, got -n {self.n}, "
-                f"--node-rank {self.node_rank} and --nnodes {self.nnodes}"
+                f"-n: expected at least one rank on this host, got {self.n}; give as many as it has "
+                f"GPUs, or cores to spare, as in -n 2"
+            )
+        if self.nnodes < 1:
+            raise ConfigError(
+                f"--nnodes: expected at least one host, got {self.nnodes}; give as many as the run has"
+            )
+        if not 0 <= self.node_rank < self.nnodes:
+            raise ConfigError(
+                f"--node-rank: expected 0 to {self.nnodes - 1} for --nnodes {self.nnodes}, got "
+                f"{self.node_rank}; give the number of hosts by --nnodes, and number them from 0"
             )
 
     def execute(self) -> int:
@@ -86,6 +99,7 @@ class RunScript:
             min_ranks=total if self.min_ranks is None else self.min_ranks,
             wait_s=self.wait,
             backend=self.backend,
+            timeout_s=self.timeout,
         )
         launch = Launch(
             script=self.script,
@@ -102,7 +116,8 @@ class RunScript:
             with OtherHost(launch, (self.master_addr, port), self.wait) as other:
                 return other.run()
         listener = listen(self.master_addr, port)
-        with FirstHost(launch, settings, listener, FailureRecord(self.report)) as first:
+        record = FailureRecord(self.report, self.picture)
+        with FirstHost(launch, settings, listener, record) as first:
             return first.run(self.master_addr)
 
 
@@ -179,7 +194,7 @@ class Demo(DemoOptions):
     out: Path = Path("report/swift")
     """Folder for demo.json and a picture."""
     full: bool = False
-    """The long form: more steps, and a second kill."""
+    """The long form: more steps, a second kill, and torchrun's restart."""
 
     def execute(self) -> int:
         """Runs the demo and prints its claims; 1 if a result is not correct."""

@@ -1,13 +1,15 @@
 """The demo: a small Llama learns verses; a replica is killed, then a pipeline loses a stage.
 
 Each training (`swift.training.verses`) runs twice at the same time under `meshyard-swift run`, once
-undisturbed and once with a rank that kills itself in the middle of a step.
+undisturbed and once with a rank that kills itself in the middle of a step. The long form has two kills, and
+the same training under torchrun, which starts all ranks again from a checkpoint of every step.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -31,6 +33,10 @@ _MODEL = "transformers.models.llama.modeling_llama"
 _SHORT, _FULL = 24, 200
 _KILLED_AT = {"replicas": (11,), "pipeline": (14,)}
 _KILLED_AT_FULL = {"replicas": (50, 120), "pipeline": (110,)}
+_TORCHRUN = (
+    *("torch.distributed.run", "--standalone", "--max-restarts", "3"),
+    *("--monitor-interval", "0.1"),
+)
 _SCRIPT = Path(__file__).parent / "training" / "verses.py"
 
 
@@ -56,7 +62,7 @@ def run(out: Path, *, is_full: bool) -> bool:
 
     Args:
         out: folder, made when missing.
-        is_full: the long form: more steps, and a second kill.
+        is_full: the long form: more steps, a second kill, and torchrun's restart.
 
     Returns:
         Whether every claim's result was correct.
@@ -79,8 +85,16 @@ def run(out: Path, *, is_full: bool) -> bool:
             ]
             quiet, disturbed = (one.wait() for one in begun)
             found[kind] = quiet, disturbed
+        restarted = None
+        if is_full:
+            progress.update("swift: training, replicas under torchrun, killed")
+            kill = _KILLED_AT_FULL["replicas"][0]
+            restarted = _Training("torchrun", steps, (kill,), Path(folder) / "torchrun").wait()
     _draw(found["replicas"][1], out / "failure.svg")
     claims = [claim for kind, pair in found.items() for claim in judge(kind, *pair)]
+    if restarted is not None:
+        kill = _KILLED_AT_FULL["replicas"][0]
+        claims.append(judge_restart(found["replicas"][1], restarted, kill))
     figures = {kind: list(disturbed.failures) for kind, (_, disturbed) in found.items()}
     return finish(out, "swift", claims, figures)
 
@@ -97,13 +111,7 @@ def judge(kind: str, quiet: DemoTraining, disturbed: DemoTraining) -> list[Claim
     expected = [quiet.digests.get(rank) for rank in range(_RANKS)]
     same = [disturbed.digests.get(rank) == expected[rank] for rank in range(_RANKS)]
     is_right = all(same) and None not in expected and bool(disturbed.failures)
-    longest = [
-        sum(
-            max(one["seconds"].get(phase, 0.0) for one in failure["ranks"].values())
-            for phase in PHASES
-        )
-        for failure in disturbed.failures
-    ]
+    longest = [_outage_s(failure) for failure in disturbed.failures]
     first_s = min((ends[0][2] for ends in quiet.steps.values() if ends), default=quiet.started_s)
     told = "; ".join(failure["reason"] for failure in disturbed.failures) or "no rank was lost"
     return [
@@ -132,8 +140,39 @@ def judge(kind: str, quiet: DemoTraining, disturbed: DemoTraining) -> list[Claim
     ]
 
 
+def judge_restart(disturbed: DemoTraining, restarted: DemoTraining, killed_at: int) -> Claim:
+    """What a killed replica costs beside torchrun, which starts all ranks again.
+
+    Args:
+        disturbed: ours that lost a rank.
+        restarted: torchrun's that did.
+        killed_at: in which step.
+    """
+    begins = [at_s for ends in restarted.steps.values() for _, at, at_s in ends if at == killed_at]
+    ends = [at_s for ends in restarted.steps.values() for _, at, at_s in ends if at == killed_at + 1]
+    restarts = [max(ends) - min(begins)] if len(ends) == _RANKS and begins else []
+    outages = [_outage_s(failure) for failure in disturbed.failures]
+    return Claim(
+        name="seconds until all are at work again, a replica killed, beside torchrun",
+        unit="s",
+        ours=max(outages, default=float("nan")),
+        baseline=max(restarts, default=float("nan")),
+        baseline_name="torchrun, from a checkpoint of every step",
+        higher_is_better=False,
+        correct=bool(outages and restarts) and len(restarted.digests) == _RANKS,
+        detail=f"torchrun looks for dead ranks ten times a second; {len(outages)} of ours killed",
+        source="meshyard-swift demo --full",
+    )
+
+
+def _outage_s(failure: Mapping[str, Any]) -> float:
+    return sum(
+        max(one["seconds"].get(phase, 0.0) for one in failure["ranks"].values()) for phase in PHASES
+    )
+
+
 class _Training:
-    """One training under `meshyard-swift run`."""
+    """One training under `meshyard-swift run` or, of kind "torchrun", under that."""
 
     def __init__(self, kind: str, steps: int, kills: Sequence[int], folder: Path) -> None:
         folder.mkdir()
@@ -141,23 +180,17 @@ class _Training:
         self._log = folder / "output.txt"
         script = [str(_SCRIPT), kind, str(folder), "--steps", str(steps)]
         script += [word for step in kills for word in ("--kill", str(step))]
-        options = ["-n", str(_RANKS), "--spares", "1", "--report", str(folder / "report.json")]
+        self._report = folder / "report.json"
+        ours = ["swift", "run", "-n", str(_RANKS), "--spares", "1", "--report", str(self._report)]
+        launchers = {"torchrun": [*_TORCHRUN, "--nproc-per-node", str(_RANKS)]}
+        launcher = launchers.get(kind, [*ours, "--preload", _MODEL, "--"])
         self._started_s = time.monotonic()
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "swift",
-                    "run",
-                    *options,
-                    "--preload",
-                    _MODEL,
-                    "--",
-                    *script,
-                ],
+                [sys.executable, "-m", *launcher, *script],
                 stdout=log,
                 stderr=log,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
             )
 
     def wait(self) -> DemoTraining:
@@ -177,7 +210,7 @@ class _Training:
                 else:
                     ends = steps.setdefault(int(path.stem), [])
                     ends.append((line["rank"], line["step"], line["at_s"]))
-        failures = read_failures(self._folder / "report.json")
+        failures = read_failures(self._report) if self._report.exists() else []
         return DemoTraining(digests, steps, failures, self._started_s)
 
 

@@ -38,6 +38,21 @@ class RecoveryReport:
             return failures
         return f"{failures}\nAll updates of a step wait for its last sum: {self.waits_for} needs all gradients."
 
+    def draw(self, path: str | Path) -> None:
+        """Draws this rank's newest failure, second by second; `run --picture` draws all ranks.
+
+        Args:
+            path: of the SVG file.
+
+        Raises:
+            DataError: no rank was lost.
+        """
+        from swift.timeline import draw_record  # matplotlib takes a second
+
+        if not self.records:
+            raise DataError("expected a failure to draw, got none: no rank was lost so far")
+        draw_record(self.records[-1], Path(path))
+
     def begin(
         self, epoch: int, rank: int, lost: Sequence[Mapping[str, Any]], *, is_newcomer: bool
     ) -> None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from matplotlib.patches import Patch
 
 from shared.training.pictures import new_picture, save_picture
 
-__all__ = ["Bar", "draw_failure", "place_phases"]
+__all__ = ["Bar", "draw_failure", "draw_record", "place_phases"]
 
+_MOST_ROWS = 32
 _COLOURS = {
     "step": "#9ecae1",
     "detect": "#de2d26",
@@ -53,8 +55,28 @@ def place_phases(seconds: Mapping[str, float], end_s: float) -> list[Bar]:
     return bars
 
 
+def draw_record(record: Mapping[str, Any], path: Path) -> None:
+    """Draws one failure of a run's report, or of a rank's own: a row a rank, from the loss on.
+
+    Args:
+        record: as `swift.report` describes it. Of more than 32 ranks the first are drawn.
+        path: of the SVG file.
+    """
+    ranks = record.get("ranks") or {str(record["rank"]): record}
+    rows = {}
+    for rank in sorted(ranks, key=int)[:_MOST_ROWS]:
+        one = ranks[rank]
+        name = f"spare, now rank {rank}" if one["is_newcomer"] else f"rank {rank}"
+        rows[name] = place_phases(one["seconds"], sum(one["seconds"].values()))
+    draw_failure(rows, path, x_label="seconds after the loss")
+
+
 def draw_failure(
-    rows: Mapping[str, Sequence[Bar]], path: Path, *, lost: tuple[str, float] | None = None
+    rows: Mapping[str, Sequence[Bar]],
+    path: Path,
+    *,
+    lost: tuple[str, float] | None = None,
+    x_label: str | None = None,
 ) -> None:
     """Draws a row a process, time from left to right.
 
@@ -62,6 +84,7 @@ def draw_failure(
         rows: bars by the process's name, from top to bottom.
         path: of the SVG file.
         lost: the row of the process that was killed and when; time then begins there.
+        x_label: of the time; None: seconds, after the kill if there is one.
     """
     figure = new_picture(1.3 + 0.4 * len(rows))
     axes = figure.subplots()
@@ -82,7 +105,7 @@ def draw_failure(
         axes.plot([0], [names.index(lost[0])], "x", color="black", markersize=9, zorder=3)
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
-    axes.set_xlabel("seconds" if lost is None else "seconds after the kill")
+    axes.set_xlabel(x_label or ("seconds" if lost is None else "seconds after the kill"))
     used = [
         what for what in _COLOURS if any(b.what == what for bars in rows.values() for b in bars)
     ]

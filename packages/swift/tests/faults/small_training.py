@@ -3,8 +3,9 @@
 Arguments: the folder for what it tells; JSON with steps, faults, optimizer, mode, checkpoint steps, ...
 Of these, `turns` is what a process is like that starts after step 2, `holds_s` for how long rank 1
 holds Python's lock in step 3, once, so that it sends no heartbeats; with `is_built_unlike` every rank
-begins with other weights; and `spoils` is a rank and a step, of which it changes the gradients when
-another rank is lost.
+begins with other weights; `spoils` is a rank and a step, of which it changes the gradients when
+another rank is lost; `strays` is a rank and a step, at whose end it changes a weight's last bit; and
+`lags` is a rank and a step, in which it hears of a loss before it has updated anything.
 """
 
 import ctypes
@@ -42,6 +43,10 @@ def leave_turned(folder: Path, kind: str) -> None:
     if kind == "code":
         with open(sys.argv[0], "a") as script:
             script.write("# another version\n")
+
+
+def refuse(indices) -> None:
+    raise CommError("a rank is lost")
 
 
 def main() -> None:
@@ -93,6 +98,8 @@ def main() -> None:
         if i == 3 and run.rank == 1 and "holds_s" in given and not (folder / "held").exists():
             (folder / "held").touch()
             ctypes.PyDLL(None).usleep(int(given["holds_s"] * 1e6))
+        if given.get("lags") == [run.rank, i]:
+            opt.update = refuse
         x, y = data[i]
         factor = 1e38 if i in given.get("overflows", ()) else 1.0
         for half in (slice(0, None, 2), slice(1, None, 2)):
@@ -104,6 +111,8 @@ def main() -> None:
                     one.grad.mul_(2)
                 raise
         schedule.step()
+        if given.get("strays") == [run.rank, i]:
+            model[0].weight.data.view(torch.int32)[0, 0] ^= 1
         time.sleep(given.get("step_s", 0.0))
 
     every = given.get("checkpoint")

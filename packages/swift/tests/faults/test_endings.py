@@ -1,6 +1,7 @@
 """What a run leaves behind when it is interrupted, or its supervisor killed: nothing."""
 
 import json
+import re
 import signal
 import socket
 import tempfile
@@ -30,8 +31,8 @@ def test_an_interrupted_run_leaves_nothing(driver, tmp_path, number):
 
 def test_a_run_tells_its_state_and_takes_faults(driver, tmp_path, monkeypatch, capsys, undisturbed):
     monkeypatch.setattr(tempfile, "tempdir", str(driver.temporary))
-    options = ("-n", "3", "--spares", "1")
-    driver.begin(tmp_path, *launching.arguments(tmp_path, *options, steps=STEPS, step_s=0.05))
+    options = ("-n", "3", "--spares", "2", "--heartbeat", "1")
+    driver.begin(tmp_path, *launching.arguments(tmp_path, *options, steps=STEPS, step_s=0.1))
     launching.wait_for_step(tmp_path, 4)
     assert main(["status", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
@@ -41,11 +42,20 @@ def test_a_run_tells_its_state_and_takes_faults(driver, tmp_path, monkeypatch, c
     for words, text in [(["cut", "0"], "rank 0 is on the first host"), (["kill", "7"], "got 7")]:
         assert main(["inject", *words]) == 1
         assert text in capsys.readouterr().err
+    launching.wait_for_step(tmp_path, 9)
+    assert main(["inject", "stop", "1"]) == 0
+    assert "stop: rank 1" in capsys.readouterr().out
     driver.end()
     assert launching.states(tmp_path) == undisturbed()
-    (failure,) = launching.failures(tmp_path)
-    assert "SIGKILL" in failure["lost"][0]["how"]
-    assert all(0 <= rank["seconds"]["detect"] < 1 for rank in failure["ranks"].values())
+    failures = launching.failures(tmp_path)
+    assert [failure["lost"][0]["rank"] for failure in failures] == [2, 1]
+    # A stopped rank is killed at the limit.
+    for failure, least_s in zip(failures, (0, 1), strict=True):
+        assert "SIGKILL" in failure["lost"][0]["how"]
+        assert all(
+            least_s <= rank["seconds"]["detect"] < least_s + 1
+            for rank in failure["ranks"].values()
+        )
 
 
 @pytest.mark.slow
@@ -59,6 +69,7 @@ def test_a_killed_supervisor_leaves_no_process_and_the_run_resumes(driver, tmp_p
     assert launching.wait_until_gone(process.pid) == []
     before = launching.states(tmp_path)
     # What it left in the folder for temporary files is removed by the next run.
-    driver.train(tmp_path, "-n", "3", "--spares", "0", steps=STEPS, checkpoint=4)
+    printed = driver.train(tmp_path, "-n", "3", "--spares", "0", steps=STEPS, checkpoint=4)
+    assert re.search("resumed from step (8|12) of", printed), printed
     assert launching.states(tmp_path) == undisturbed()
     assert max(before) < STEPS

@@ -297,3 +297,41 @@ def test_losses_without_a_step_between_them_stop_the_run():
 def test_min_ranks_has_a_range():
     with pytest.raises(ConfigError, match="min_ranks: expected 1 to the 3 ranks, got 4"):
         Settings(num_ranks=3, min_ranks=4)
+
+
+def test_ranks_that_are_lost_at_once_are_one_failure():
+    coordinator, _ = started(num_ranks=8, num_spares=9, most_failures=3)
+    for at in range(6):
+        coordinator.lose([f"r{at}"], KILLED, None, 0.01 * at)
+    assert (coordinator.ended, coordinator.num_losses) == (None, 1)
+    # Those that took their places are lost at the same step: each time one more failure.
+    for at in range(2, 4):
+        name = next(one.name for one in coordinator.processes.values() if one.rank == 0)
+        coordinator.lose([name], KILLED, None, float(at))
+        assert (coordinator.ended, coordinator.num_losses) == (None, at)
+    assert sorted(one.rank for one in coordinator.processes.values() if one.rank is not None) == list(range(8))
+
+
+def test_a_spare_that_is_ready_before_the_ranks_is_compared_with_them():
+    coordinator = unready()
+    other = {**PRINT, "code": "b"}
+    for name, fingerprint in (("s0", other), ("s1", PRINT)):
+        coordinator.add(Process(name, 0, None))
+        assert ready(coordinator, name, fingerprint) == []
+    (refusal,) = ready(coordinator, "r0")
+    assert refusal.to == "s0"
+    assert "code: expected 'a', got 'b'; start it with" in refusal.message["reason"]
+    assert kinds(ready(coordinator, "r1")) == dict.fromkeys(["r0", "r1"], "world")
+    assert coordinator.ended is None
+    assert worlds(coordinator.lose(["r1"], KILLED, None, 1.0))["s1"] == (1, 1, 2)
+
+
+def test_a_spare_that_waits_for_others_knows_its_place():
+    """So that its host starts another one."""
+    coordinator, _ = started(num_ranks=4, num_spares=1)
+    said = coordinator.lose(["r0", "r1"], KILLED, None, 0.0)
+    assert {to: (m["kind"], m["rank"]) for to, m in said} == {
+        "r2": ("interrupt", 2),
+        "r3": ("interrupt", 3),
+        "s0": ("interrupt", 0),
+    }

@@ -35,4 +35,17 @@ def test_the_scripts_own_modules_are_part_of_its_code(tmp_path, monkeypatch):
     for name in ("model.py", "train.py"):
         before = describe_process({})
         (tmp_path / name).write_text("1 + 1")
-        assert first_difference(before, describe_process({})).startswith("code: expected ")
+        found = first_difference(before, describe_process({}))
+        assert found.startswith(f"code.{name}: expected "), found
+
+
+def test_of_modules_those_that_both_have_imported_are_compared(tmp_path, monkeypatch):
+    """Rank 0 may import a logger that the others have no use for."""
+    for name in ("train.py", "logger.py"):
+        (tmp_path / name).write_text("pass")
+    monkeypatch.setattr(sys, "argv", [str(tmp_path / "train.py")])
+    without = describe_process({})
+    assert list(without["code"]) == ["train.py"]
+    monkeypatch.setitem(sys.modules, "log", SimpleNamespace(__file__=str(tmp_path / "logger.py")))
+    assert first_difference(without, describe_process({})) is None
+    assert first_difference(describe_process({}), without) is None

@@ -1,9 +1,11 @@
 """Spares that end again and again are not started for ever; processes are stubs."""
 
 import socket
+import threading
 
 import pytest
 
+from shared.errors import ConfigError
 from swift.membership import host_loop
 from swift.membership.host_loop import HostLoop
 from swift.membership.supervisor import Ended, Launch
@@ -150,3 +152,41 @@ def test_a_spare_that_becomes_ready_ends_the_row(loop, clock):
         loop.watch(lambda key: None)
     assert loop.can_replace
     assert len(spares(loop)) == 2
+
+
+def test_a_host_that_is_cut_off_on_purpose_comes_back(monkeypatch):
+    commands, is_up = [], threading.Event()
+
+    def run(command, **options):
+        commands.append(command)
+        if command[-1] == "up":
+            is_up.set()
+
+    monkeypatch.setattr(host_loop.subprocess, "run", run)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "veth7")
+    host_loop.disturb(None, {"kind": "cut", "seconds": 0.05})
+    link = ["ip", "link", "set", "dev", "veth7"]
+    assert commands == [[*link, "down"]]
+    assert is_up.wait(10)
+    assert commands == [[*link, "down"], [*link, "up"]]
+
+
+@pytest.mark.parametrize("error", [ConfigError("no memory"), TimeoutError("no answer in 60 s")])
+def test_a_spare_that_cannot_be_started_is_tried_again_later(loop, clock, capsys, monkeypatch, error):
+    end_a_spare(loop, None, was_ready=True)
+    start = loop.local.start
+
+    def refuse(rank):
+        raise error
+
+    monkeypatch.setattr(loop.local, "start", refuse)
+    for _ in range(3):
+        refill(loop, clock)
+    assert capsys.readouterr().err == (
+        f"meshyard-swift: host 0 can start no spare, and will try again: {error}\n"
+    )
+    assert len(spares(loop)) == 1
+    monkeypatch.setattr(loop.local, "start", start)
+    refill(loop, clock)
+    assert len(spares(loop)) == 2
+    assert loop.can_replace

@@ -131,6 +131,16 @@ def test_hosts_that_were_started_otherwise_are_refused_and_strangers_change_noth
     assert printed == ["meshyard-swift: interrupted; start again by the same command\n"]
 
 
+def test_a_host_that_does_not_come_is_named_once(driver, tmp_path):
+    with first_host(driver, tmp_path, "--wait", 3) as (port, printed):
+        peer = connect(port)
+        for _ in range(3):
+            peer.hear_status()
+            time.sleep(0.3)
+    told = "the first step waits for hosts that have not come: 1 of 0 to 1; start each with"
+    assert printed[0].count(told) == 1
+
+
 def test_a_rank_of_another_host_lost_before_the_first_step_is_started_again_there(driver, tmp_path):
     with first_host(driver, tmp_path) as (port, printed):
         peer = connect(port)

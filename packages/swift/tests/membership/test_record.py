@@ -1,6 +1,7 @@
 """A report that cannot be written is refused at the start, and does not end a run that goes on."""
 
 import json
+import re
 
 import pytest
 
@@ -42,3 +43,37 @@ def test_a_report_that_cannot_be_written_later_is_said_once(tmp_path, capsys):
     record.finish("")
     assert capsys.readouterr().err.count("report.json could not be written: ") == 1
     assert len(record.failures()) == 2
+
+
+def test_the_newest_failure_is_drawn_as_the_run_ends(tmp_path, capsys):
+    picture = tmp_path / "pictures" / "failure.svg"
+    FailureRecord(None, picture).finish("")
+    assert not picture.exists(), "there is no failure to draw"
+    record = FailureRecord(None, picture)
+    for epoch, rank in [(1, 0), (2, 1), (2, 10), (2, 9)]:
+        seconds = {"detect": 0.1, "join": 0.2} if epoch == 2 else {"undo": 1.0}
+        record.add({**ACCOUNT, "epoch": epoch, "rank": rank, "seconds": seconds, "is_newcomer": rank == 9})
+    record.finish("")
+    texts = re.findall("<!-- (.*) -->", picture.read_text())
+    rows = [text for text in texts if "rank" in text]
+    assert rows == ["rank 1", "spare, now rank 9", "rank 10"]
+    assert texts[-2:] == ["detect", "join"]
+    picture.unlink()
+    picture.mkdir()
+    record.finish("")
+    assert "failure.svg could not be written: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("failure.png", "expected a file .svg, got '.png'; name it so"),
+        ("taken/failure.svg", "expected a file that can be written, got .*; give another path"),
+        ("folder.svg", "expected a file that can be written, got no file can be made"),
+    ],
+)
+def test_a_picture_that_cannot_be_drawn_is_refused_before_anything_starts(tmp_path, name, told):
+    (tmp_path / "taken").touch()
+    (tmp_path / "folder.svg").mkdir()
+    with pytest.raises(ConfigError, match=f"--picture .*{name}: {told}"):
+        FailureRecord(None, tmp_path / name)

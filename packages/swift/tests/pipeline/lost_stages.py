@@ -22,13 +22,26 @@ samples = [
     for _ in range(60)
 ]
 run = swift.join()
+was_spare = run.rank is None
 arm(Fault(**fault) for fault in options["faults"])
 log = swift.BoundaryLog(folder / "log", **(options["log"] or {}))
+
+
+def build_one(index):
+    module, opt = build(index, run.world_size)
+    if was_spare and options.get("strays"):
+        opt.parameters[0].data.view(torch.int32)[0, 0] ^= 1 << 15
+    return module, opt
+
+
 stage = swift.Stage(
-    lambda index: build(index, run.world_size), run, loss=loss_of, micro_batches=6, chunk=2,
+    build_one, run, loss=loss_of, micro_batches=6, chunk=2,
     log=None if options["log"] is None else log, helpers=options["helpers"],
 )  # fmt: skip
 data = swift.StepData(samples, global_batch=12, seed=1)
+
+
+logs = []
 
 
 def step(at):
@@ -38,6 +51,8 @@ def step(at):
         with path.open("r+b") as file:
             file.write(replace(read_header(path), run="another").encode())
     stage.step(*data[at])
+    if at == 8:
+        logs[:] = sorted(path.name for path in stage.log.folder.glob("*.log")) if stage.log else []
 
 
 run.loop(
@@ -49,6 +64,7 @@ found = {
         tensor for i in range(len(stage.versions())) for tensor in stage.state_of(i).values()
     ),
     "recoveries": run.report().records,
+    "logs": logs,
     "replayed": [[list(stages), list(steps)] for stages, steps in stage.replayed],
 }
 (folder / f"rank-{run.rank}.json").write_text(json.dumps(found))

@@ -309,6 +309,22 @@ def test_a_full_disk_at_an_intervals_start_costs_that_interval(opened, tmp_path)
     assert [chunk.damage for chunk in verify_logs(tmp_path)] == [[], []]
 
 
+def test_a_disk_that_is_full_as_a_log_is_opened_costs_that_interval(opened, tmp_path):
+    """As on a newcomer, whose recovery it must not end."""
+    with files_limited_to(records.CHUNK_BYTES - 1):
+        writer = opened()
+        fill(writer, range(1))
+        writer.flush()
+    assert "at iteration 0, as [Errno 27]" in writer.unreplayable
+    assert "[Errno 27]" in writer.find_gap(Kind.ACTIVATION, 0, 1, NUM)
+    writer.start_interval(1)
+    fill(writer, range(1, 2))
+    assert writer.find_gap(Kind.ACTIVATION, 1, 2, NUM) is None
+    assert [chunk.damage for chunk in verify_logs(tmp_path)] == [[]]
+    writer.close(remove=True)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_budget_bounds_the_files_and_is_free_again_when_older_ones_go(opened, tmp_path):
     budget = records.CHUNK_BYTES + 4 * (records.RECORD_BYTES + 80)
     writer = opened(budget=budget)

@@ -54,6 +54,32 @@ def reachable(sets, logged, target, newest):
     return True
 
 
+@settings(max_examples=2 * settings().max_examples)
+@given(st.lists(st.none() | st.lists(st.sampled_from([4, 5]), min_size=3, max_size=3), min_size=1, max_size=4))
+def test_where_undo_is_inexact_all_end_with_bits_that_nobody_undid_or_all_did(ranks):
+    sets = [dict(enumerate(ranks))]
+    decision = decide(sets, undo_is_exact=False)
+    assert decision.target == decide(sets).target
+    if decision.target is None:
+        return
+    # Values: "kept" of a rank that never left the target, "undone" of one that went back to it.
+    values = {}
+    for rank, held in sets[0].items():
+        values[rank] = [None] * 3 if held is None else ["kept" if v == decision.target else v for v in held]
+        for p in decision.undo.get(rank, []):
+            assert held[p] == decision.target + 1
+            values[rank][p] = "undone"
+    given = {
+        (rank, p): values[source][p]
+        for rank, sources in decision.fetch.items()
+        for p, source in sources.items()
+    }
+    for (rank, p), value in given.items():
+        values[rank][p] = value
+    for column in zip(*values.values(), strict=True):
+        assert set(column) in ({"kept"}, {"undone"})
+
+
 versions = st.lists(st.integers(3, 5), min_size=2, max_size=2)
 worlds = st.lists(
     st.tuples(st.lists(st.none() | versions, min_size=1, max_size=3), st.booleans()),
@@ -111,6 +137,14 @@ def test_a_torn_step_is_undone_where_nobody_holds_all_of_it():
     assert set(decision.fetch) == {2}
     assert set(decision.fetch[2]) == {0, 1}
     assert "no rank of replica set 0" in decision.reason
+
+
+def test_where_undo_is_inexact_what_a_rank_still_has_is_fetched():
+    decision = decide([{0: [7, 6, 7], 1: [6, 6, 7], 2: LOST}], undo_is_exact=False)
+    assert decision.target == 6
+    assert decision.undo == {0: [2], 1: [2]}
+    assert decision.fetch[0] == {0: 1}
+    assert decision.fetch[2][0] == 1
 
 
 def test_a_set_that_is_ahead_waits_for_one_that_is_not():

@@ -1,5 +1,6 @@
 """What ranks do by what all of them hold: on two real ranks."""
 
+from functools import partial
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 
 import swift
-from shared.comms import Group
+from shared.comms import Group, reshard
 from shared.errors import CommError, DataError
 from swift.recovery.transfer import list_fetches, move
 from swift.training.agreement import HeldStates, begin_equal, expect_equal, gather_sizes
@@ -15,12 +16,13 @@ from swift.training.agreement import HeldStates, begin_equal, expect_equal, gath
 SETS = [[0, 1]]
 
 
-def make(seed=0):
+def make(seed=0, mode="exact"):
     torch.manual_seed(seed)
     model = torch.nn.Linear(3, 2)
     run = SimpleNamespace(rank=Group.world().rank, world_size=2, reads_whole_batches=False)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    dp = swift.DataParallel(model, swift.undoable(optimizer), run)
+    kinds = {"exact": partial(torch.optim.SGD, momentum=0.9), "arith": torch.optim.AdamW}
+    optimizer = kinds[mode](model.parameters(), 0.1)
+    dp = swift.DataParallel(model, swift.undoable(optimizer, mode), run)
     dp.regroup(Group.world())
     return model, dp
 
@@ -83,6 +85,39 @@ def see_checkpoints(folder):
     return hold(make()[1], checkpoint=swift.Every(4, own)).checkpoint
 
 
+def copied(dp):
+    return [
+        {name: one.clone() for name, one in sorted(dp.state_of(entry).items())}
+        for entry in range(3)
+    ]
+
+
+def tear_apart(*, undo_is_exact):
+    """Arithmetic undo, of a step that one of two ranks has begun: whether both end alike."""
+    rank = Group.world().rank
+    _, dp = make(mode="arith")
+    assert dp.describe()["undo_is_exact"] is False
+    for at in range(3):
+        step(dp, at)
+    for one in dp.optimizer.parameters:
+        one.grad = torch.randn(one.shape, generator=torch.Generator().manual_seed(7))
+    if rank == 0:
+        dp.optimizer.update([0])
+    decision = swift.decide(hold(dp).of(SETS), undo_is_exact=undo_is_exact)
+    dp.undo(decision.undo.get(rank, []))
+    sizes = gather_sizes(Group.world(), dp, could_undo=True)
+    move(
+        Group.world(), dp, list_fetches(decision.fetch, SETS), 3, is_lost=False,
+        rest_bytes=sizes.rest_bytes, num_tensors=sizes.num_tensors,
+    )  # fmt: skip
+    assert dp.versions() == [3, 3, 3]
+    try:
+        expect_equal(Group.world(), dp, SETS, 3)
+    except DataError:
+        return False
+    return True
+
+
 def fetch_a_step():
     """A survivor that is a step behind fetches; at first the other is lost meanwhile."""
     rank = Group.world().rank
@@ -92,7 +127,7 @@ def fetch_a_step():
         dp.undo([0, 1, 2])
     sizes = gather_sizes(Group.world(), dp, could_undo=True)
     fetches = list_fetches({1: {0: 0, 1: 0, 2: 0}}, SETS)
-    before = [sorted(dp.state_of(entry)) for entry in range(3)]
+    before = copied(dp)
 
     def fetch():
         move(
@@ -100,13 +135,20 @@ def fetch_a_step():
             rest_bytes=sizes.rest_bytes, num_tensors=sizes.num_tensors,
         )  # fmt: skip
 
-    with (
-        patch("swift.recovery.transfer.reach", side_effect=CommError("lost")),
-        pytest.raises(CommError),
-    ):
-        fetch()
-    assert dp.versions() == [1 - rank] * 3
-    assert [sorted(dp.state_of(entry)) for entry in range(3)] == before
+    def lose_behind_all_messages(*args, **more):
+        reshard.run(*args, **more)
+        raise CommError("lost")
+
+    for what, happens in [("reach", CommError("lost")), ("reshard.run", lose_behind_all_messages)]:
+        with (
+            patch(f"swift.recovery.transfer.{what}", side_effect=happens),
+            pytest.raises(CommError),
+        ):
+            fetch()
+        assert dp.versions() == [1 - rank] * 3
+        now = copied(dp)
+        assert [list(state) for state in now] == [list(state) for state in before]
+        assert all(torch.equal(now[entry][name], before[entry][name]) for entry in range(3) for name in now[entry])
     fetch()
     assert dp.versions() == [1, 1, 1]
     expect_equal(Group.world(), dp, SETS, 1)
@@ -115,6 +157,7 @@ def fetch_a_step():
 
 def do_all(folder):
     compare_rates()
+    assert [tear_apart(undo_is_exact=is_exact) for is_exact in (True, False)] == [False, True]
     return begin_unlike(), compare(), fetch_a_step(), see_checkpoints(folder)
 
 

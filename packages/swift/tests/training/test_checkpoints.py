@@ -10,7 +10,7 @@ import torch.distributed.checkpoint as dcp
 import swift
 from shared.comms import Group
 from shared.comms.init import alone
-from shared.errors import CommError, ConfigError, DiskFullError
+from shared.errors import CommError, ConfigError, DataError, DiskFullError
 
 
 class Net(torch.nn.Module):
@@ -206,3 +206,23 @@ def test_a_full_disk_is_named_and_leaves_the_checkpoint_before(tmp_path, small_d
     assert str(caught.value).count("\n") == 0
     assert every.latest() == 1
     assert os.path.exists(folder / "step-1" / "COMMITTED")
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path):
+    every = swift.Every(1, tmp_path)
+    with alone() as group:
+        dp, step = make(group)
+        step(0)
+        every.save(group, dp, 1)
+        model = Net(0)
+        model.added = torch.nn.Linear(4, 3)
+        run = SimpleNamespace(rank=0, world_size=1, reads_whole_batches=False)
+        optimizer = swift.undoable(torch.optim.AdamW(model.parameters(), 0.05))
+        other = swift.DataParallel(model, optimizer, run)
+        other.regroup(group)
+        before = values(other)
+        told = "expected all 8 parameters of the model, got a checkpoint without added.weight/param, added.bias/param; train"
+        with pytest.raises(DataError, match=told):
+            every.load(group, other, 1)
+    assert [name for name, _ in values(other)] == [name for name, _ in before]
+    assert all(torch.equal(one, was) for (_, one), (_, was) in zip(values(other), before, strict=True))

@@ -76,9 +76,20 @@ def test_a_dataset_smaller_than_a_batch_is_refused():
     StepData([1, 2, 3], 3)
 
 
-def test_a_stream_is_refused():
+class Stream(torch.utils.data.IterableDataset):
+    """One with a length: it inherits a `__getitem__` that raises."""
+
+    def __iter__(self):
+        return iter(range(8))
+
+    def __len__(self):
+        return 8
+
+
+@pytest.mark.parametrize("stream", [iter([1]), Stream()], ids=["iterator", "IterableDataset"])
+def test_a_stream_is_refused(stream):
     with pytest.raises(ConfigError, match="expected one with a length and samples by number"):
-        StepData(iter([1]), 4)
+        StepData(stream, 4)
 
 
 def test_a_batch_must_divide_among_the_ranks():

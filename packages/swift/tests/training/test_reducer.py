@@ -184,3 +184,17 @@ def test_losses_gradients_and_weights_are_torchs(found, number):
     assert same == [
         bool(CASES[number].get("has_scaler")) and at == OVERFLOWS_AT - 1 for at in range(5)
     ]
+
+
+def test_frozen_parameters_tell_ranks_apart_that_have_others():
+    run = SimpleNamespace(rank=0, world_size=1, reads_whole_batches=False)
+    told = []
+    for change in (0.0, 0.0, 1.0):
+        model = Net()
+        model.unused.requires_grad_(False)
+        model.unused.weight += change
+        trained = [one for one in model.parameters() if one.requires_grad]
+        dp = swift.DataParallel(model, swift.undoable(torch.optim.AdamW(trained)), run)
+        told.append(dp.describe()["frozen"])
+    assert told[0] == told[1] != told[2]
+    assert all(one.startswith("2 parameters of digest ") for one in told)

@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from shared.errors import DataError
 from swift.training.rest import Rest, pack, unpack
 
 
@@ -52,6 +53,33 @@ def test_buffers_of_the_state_dict_are_shared():
     assert [one.data_ptr() for one in rest.shared_buffers] == [
         one.data_ptr() for name, one in module.named_buffers() if name != "table"
     ]
+
+
+def test_a_buffer_that_a_forward_pass_replaces_is_put_back_and_packed():
+    module, *_, rest = parts()
+    before = rest.pack()
+    rest.keep(0)
+    module[1].running_mean = module[1].running_mean + 5
+    assert not torch.equal(rest.pack(), before)
+    assert any(one.data_ptr() == module[1].running_mean.data_ptr() for one in rest.shared_buffers)
+    other, *_, taker = parts()
+    taker.load(rest.pack())
+    assert torch.equal(other[1].running_mean, torch.full((3,), 5.0))
+    rest.restore(0)
+    assert torch.equal(module[1].running_mean, torch.zeros(3))
+    assert torch.equal(rest.pack(), before)
+
+
+def test_the_state_of_a_run_with_other_frozen_parameters_is_refused():
+    module, optimizer, scheduler, _ = parts()
+    before = module[1].running_mean.clone()
+    ours, theirs = (Rest(module, optimizer, [scheduler], frozen=one) for one in ("a", "b"))
+    module[1].running_mean += 1
+    packed = theirs.pack()
+    module[1].running_mean -= 1
+    with pytest.raises(DataError, match="trained with, b, got a; load the same base model"):
+        ours.load(packed)
+    assert torch.equal(module[1].running_mean, before)
 
 
 def test_the_step_before_can_be_put_back_too():

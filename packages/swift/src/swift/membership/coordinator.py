@@ -58,6 +58,8 @@ class Process:
         is_ready: whether it waits in the loop.
         is_finished: whether it has done all steps.
         step: steps that it has done.
+        fingerprint: what it must have in common with the others; None before it is ready.
+        num_failures: losses that the run had counted when the process got its place.
     """
 
     name: str
@@ -66,6 +68,8 @@ class Process:
     is_ready: bool = False
     is_finished: bool = False
     step: int = 0
+    fingerprint: dict[str, Any] | None = None
+    num_failures: int = 0
 
 
 class Say(NamedTuple):
@@ -102,12 +106,14 @@ class Coordinator:
     _is_spare_expected: bool = True
     _num_ranks: int = 0
     _failures: int = 0
+    _num_counted: int = 0
     _failed_at: int = -1
     _num_worlds: int = 0
 
     def add(self, process: Process) -> None:
         """A process was started; before the first world it may be a rank that was lost."""
         self.processes[process.name] = process
+        process.num_failures = self._num_counted
         if self.epoch < 0 and process.rank is not None:
             self.lost = [one for one in self.lost if one["rank"] != process.rank]
             self._deadline_s = self._deadline_s if self.lost else None
@@ -244,16 +250,18 @@ class Coordinator:
         return [one for one in self.processes.values() if one.rank is not None]
 
     def _admit(self, process: Process, fingerprint: dict[str, Any], now_s: float) -> list[Say]:
+        process.fingerprint = fingerprint
+        if self._reference is None and process.rank is None:
+            process.is_ready = True  # the first rank tells whether it fits
+            return []
+        refusals: list[Say] = []
         if self._reference is None:
             self._reference = fingerprint
+            for spare in [one for one in self.processes.values() if one.rank is None]:
+                refusals += self._refuse_unlike(spare)
+        if process.rank is None and (refused := self._refuse_unlike(process)):
+            return refused
         difference = first_difference(self._reference, fingerprint)
-        if difference is not None and process.rank is None:
-            del self.processes[process.name]
-            reason = (
-                f"a spare on host {process.host} is refused: it would not reach the same bits: "
-                f"{difference}; start it with the code, settings and processor of the ranks"
-            )
-            return [Say(process.name, _stop(reason, 1))]
         if difference is not None:
             self.ended = (
                 f"rank {process.rank} differs from the first rank that was ready: {difference}; "
@@ -270,11 +278,25 @@ class Coordinator:
         if self.epoch < 0:
             ready = [one for one in self._ranks() if one.is_ready]
             if len(ready) < self.settings.num_ranks:
-                return []
+                return refusals
             self._num_ranks = self.settings.num_ranks
             self.epoch = 0
-            return self._announce(now_s)
+            return [*refusals, *self._announce(now_s)]
         return self._next_world(now_s, is_new=False) if self.lost else []
+
+    def _refuse_unlike(self, spare: Process) -> list[Say]:
+        """Has a spare that is ready and would not reach the ranks' bits end."""
+        if spare.fingerprint is None:
+            return []
+        difference = first_difference(self._reference, spare.fingerprint)
+        if difference is None:
+            return []
+        del self.processes[spare.name]
+        reason = (
+            f"a spare on host {spare.host} is refused: it would not reach the same bits: "
+            f"{difference}; start it with the code, settings and processor of the ranks"
+        )
+        return [Say(spare.name, _stop(reason, 1))]
 
     def _next_world(self, now_s: float, *, is_new: bool) -> list[Say]:
         """Fills lost places; if not all can be, tells the ranks to wait, once for each loss."""
@@ -284,7 +306,8 @@ class Coordinator:
             spares = [one for one in self.processes.values() if one.rank is None and one.is_ready]
             if not spares:
                 break
-            min(spares, key=lambda one: (one.host not in hosts, one.name)).rank = rank
+            chosen = min(spares, key=lambda one: (one.host not in hosts, one.name))
+            chosen.rank, chosen.num_failures = rank, self._num_counted
         ranks = self._ranks()
         for one in ranks:
             one.is_finished = False
@@ -295,7 +318,10 @@ class Coordinator:
             return []
         self.epoch += 1
         self._deadline_s = self._deadline_s or now_s + self.settings.wait_s
-        return [Say(one.name, {"kind": "interrupt", "epoch": self.epoch}) for one in ranks]
+        return [
+            Say(one.name, {"kind": "interrupt", "epoch": self.epoch, "rank": one.rank})
+            for one in ranks
+        ]
 
     def _announce(self, now_s: float) -> list[Say]:
         # With those of worlds that have not come to a step: their recovery goes on in this one.
@@ -330,8 +356,11 @@ class Coordinator:
 
     def _count_failure(self, lost: Sequence[Process]) -> None:
         step = max(one.step for one in [*lost, *self._ranks()])
+        if step == self._failed_at and all(one.num_failures < self._num_counted for one in lost):
+            return  # with those that were counted: several at once are one failure
         self._failures = self._failures + 1 if step == self._failed_at else 1
         self._failed_at = step
+        self._num_counted += 1
         if self._failures > self.settings.most_failures:
             where = "before the first step"
             if self.epoch >= 0:

@@ -18,7 +18,7 @@ def describe_process(training: Mapping[str, Any]) -> dict[str, Any]:
     """This process's script with its own modules, settings, libraries and processor, and what it trains."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return {
-        "code": _hash_code(),
+        "code": _hash_files(),
         "arguments": sys.argv[1:],
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -32,9 +32,15 @@ def describe_process(training: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def first_difference(ours: Any, theirs: Any, path: str = "") -> str | None:
-    """Where two descriptions differ first, as "path: expected ..., got ..."; None if nowhere."""
+    """Where two descriptions differ first, as "path: expected ..., got ..."; None if nowhere.
+
+    Of files of code, those that both have imported are compared: rank 0 may log more than others.
+    """
     if isinstance(ours, Mapping) and isinstance(theirs, Mapping):
-        for key in dict.fromkeys([*ours, *theirs]):
+        keys = dict.fromkeys([*ours, *theirs])
+        if path == "code":
+            keys = [key for key in keys if key in ours and key in theirs]
+        for key in keys:
             found = first_difference(ours.get(key), theirs.get(key), f"{path}.{key}".strip("."))
             if found:
                 return found
@@ -48,11 +54,11 @@ def first_difference(ours: Any, theirs: Any, path: str = "") -> str | None:
     return None if ours == theirs else f"{path}: expected {ours!r}, got {theirs!r}"
 
 
-def _hash_code() -> str:
+def _hash_files() -> dict[str, str]:
     """Of the script and of what it has imported from its folder, packages that are installed there aside."""
     script = Path(sys.argv[0])
     if not script.is_file():
-        return ""
+        return {}
     files = [
         Path(one.__file__) for one in list(sys.modules.values()) if getattr(one, "__file__", None)
     ]
@@ -60,10 +66,11 @@ def _hash_code() -> str:
     own = {
         file for file in files if file.is_relative_to(folder) and "site-packages" not in file.parts
     }
-    found = hashlib.sha256(script.read_bytes())
-    for file in sorted(own):
-        found.update(file.read_bytes() if file.is_file() else b"")
-    return found.hexdigest()[:16]
+    return {
+        str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest()[:16]
+        for file in [script.resolve(), *sorted(own)]
+        if file.is_file()
+    }
 
 
 def _processor() -> str:

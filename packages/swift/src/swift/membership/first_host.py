@@ -25,6 +25,8 @@ from swift.membership.supervisor import Ended, Launch
 __all__ = ["FirstHost", "listen"]
 
 _STOP_S = 2.0
+_NAME_MISSING = 0.1
+"""Of `--wait`: behind it, hosts that have not come are named, once."""
 
 
 def listen(address: str, port: int) -> socket.socket:
@@ -65,6 +67,7 @@ class FirstHost(HostLoop):
         self._restarts: dict[int, tuple[int, float]] = {}  # by rank: its host, and when to start it
         self._told: set[str] = set()
         self._has_rank_failed = False
+        self._name_missing_at = 0.0
         self._num_ranks = settings.num_ranks
         self._folder = make_marked_folder(_run_parent(), RUN_PREFIX)
         host, port = listener.getsockname()[:2]
@@ -84,10 +87,12 @@ class FirstHost(HostLoop):
         store = open_store(address, timedelta(minutes=5))
         self._coordinator.store = (address, store.port)
         coordinator = self._coordinator
+        self._name_missing_at = time.monotonic() + _NAME_MISSING * coordinator.settings.wait_s
         last_beat = 0.0
         while coordinator.ended is None:
             self.watch(self._handle)
             self._lose_silent_hosts()
+            self._name_missing_hosts()
             self._deliver(coordinator.tick(time.monotonic()))
             self._start_again()
             if not coordinator.is_released and coordinator.ended is None:
@@ -210,6 +215,18 @@ class FirstHost(HostLoop):
             self.local.send(name, message)
         elif host in self._hosts:
             self._hosts[host].channel.send({"kind": "to", "name": name, "message": message})
+
+    def _name_missing_hosts(self) -> None:
+        if self._coordinator.epoch >= 0 or time.monotonic() < self._name_missing_at:
+            return
+        self._name_missing_at = float("inf")
+        num_hosts = self.launch.world_size // len(self.launch.ranks)
+        missing = [str(host) for host in range(1, num_hosts) if host not in self._hosts]
+        if missing:
+            sys.stderr.write(
+                f"meshyard-swift: the first step waits for hosts that have not come: {', '.join(missing)} "
+                f"of 0 to {num_hosts - 1}; start each with its --node-rank and this host's --master-addr\n"
+            )
 
     def _lose_silent_hosts(self) -> None:
         now = time.monotonic()

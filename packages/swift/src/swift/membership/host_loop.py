@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from shared.errors import ConfigError
 from swift.membership.supervisor import Ended, Launch, Local
 
 __all__ = ["HostLoop", "delay_s", "disturb", "environment"]
@@ -22,6 +23,7 @@ _LOOK_S = 0.05
 _QUIET_S = 1.0
 """A used spare is replaced this long after, when the recovery is over."""
 _AGAIN_S = 0.1
+_LATEST_AGAIN_S = 30.0
 _MOST_KILLED = 5
 """Spares in a row that are killed before they are ready, behind which no more are started."""
 
@@ -53,7 +55,7 @@ class HostLoop:
         self.num_spares = launch.num_spares
         self.can_replace = True
         """Whether a process that is started would become a spare, for all that is known."""
-        self._num_killed = 0
+        self._num_killed = self._num_unstarted = 0
         self._replace_at = 0.0
         self._again_at = 0.0
         self._woken, self._wakes = socket.socketpair()
@@ -113,7 +115,23 @@ class HostLoop:
             self._replace_at = now + _QUIET_S
         elif now > (self._again_at if num_waiting else max(self._again_at, self._replace_at)):
             for _ in range(missing):
-                self.start(None)
+                if not self._try_to_start_spare():
+                    break
+
+    def _try_to_start_spare(self) -> bool:
+        """Starts one, or says once why it cannot be, which is no reason to end ranks that train."""
+        try:
+            self.start(None)
+        except (ConfigError, TimeoutError) as error:
+            if not self._num_unstarted:
+                sys.stderr.write(
+                    f"meshyard-swift: host {self.launch.host} can start no spare, and will try again: {error}\n"
+                )
+            self._num_unstarted += 1
+            self._again_at = time.monotonic() + min(delay_s(self._num_unstarted), _LATEST_AGAIN_S)
+            return False
+        self._num_unstarted = 0
+        return True
 
     def _lose_spare(self, ended: Ended) -> None:
         """Starts fewer spares where they fail, and later ones where they are killed before they are ready."""

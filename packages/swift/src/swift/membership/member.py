@@ -103,6 +103,11 @@ class Membership:
         """Makes this the process's connection, which `of_process` returns."""
         _started[:] = [self]
 
+    @property
+    def is_released(self) -> bool:
+        """Whether all ranks have done all steps."""
+        return self._is_released
+
     def report_ready(self, fingerprint: dict[str, Any]) -> None:
         """Says that this process waits for a world."""
         self._channel.send({"kind": "ready", "fingerprint": fingerprint})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,18 @@ _FORMAT = 1
 class FailureRecord:
     """Failures so far; written to a file at once and after each, where there is one."""
 
-    def __init__(self, file: Path | None) -> None:
+    def __init__(self, file: Path | None, picture: Path | None = None) -> None:
         """Writes a file without failures.
 
+        Args:
+            file: of the report, JSON.
+            picture: SVG file, for the newest failure, drawn as the run ends.
+
         Raises:
-            ConfigError: it cannot be written. Later this is said on stderr, and the run goes on.
+            ConfigError: one of them cannot be written, or the picture is of another kind. Later this is
+                said on stderr, and the run goes on.
         """
-        self._file = file
+        self._file, self._picture = file, picture
         self._by_epoch: dict[int, dict[str, Any]] = {}
         self._is_told = False
         try:
@@ -33,6 +39,8 @@ class FailureRecord:
             raise ConfigError(
                 f"--report {file}: expected a file that can be written, got {error}; give another path"
             ) from error
+        if picture is not None:
+            _expect_picture(picture)
 
     def add(self, record: dict[str, Any]) -> None:
         """Adds one rank's account of a recovery."""
@@ -51,6 +59,18 @@ class FailureRecord:
     def finish(self, reason: str) -> None:
         """Writes how the run ended: "" where all is done."""
         self._write(reason)
+        if self._picture is not None and self._by_epoch:
+            self._draw(self._picture)
+
+    def _draw(self, picture: Path) -> None:
+        from swift.timeline import draw_record  # matplotlib takes a second
+
+        try:
+            draw_record(self.failures()[-1], picture)
+        except OSError as error:
+            sys.stderr.write(
+                f"meshyard-swift: the picture {picture} could not be written: {error}\n"
+            )
 
     def _write(self, ended: str | None) -> None:
         try:
@@ -67,3 +87,16 @@ class FailureRecord:
             self._file.parent.mkdir(parents=True, exist_ok=True)
             record = {"format": _FORMAT, "ended": ended, "failures": self.failures()}
             write_atomically(self._file, json.dumps(record, indent=1) + "\n")
+
+
+def _expect_picture(path: Path) -> None:
+    if path.suffix != ".svg":
+        raise ConfigError(f"--picture {path}: expected a file .svg, got {path.suffix!r}; name it so")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir() or not os.access(path.parent, os.W_OK):
+            raise PermissionError(f"no file can be made at {path}")
+    except OSError as error:
+        raise ConfigError(
+            f"--picture {path}: expected a file that can be written, got {error}; give another path"
+        ) from error

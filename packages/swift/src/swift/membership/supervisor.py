@@ -123,7 +123,8 @@ class Local:
         """Starts a process and returns its name.
 
         Raises:
-            ConfigError: processes cannot be forked here.
+            ConfigError: no process can be started.
+            TimeoutError: it takes too long.
         """
         launch = self._launch
         name = f"{launch.host}.{self._count}"
@@ -150,10 +151,20 @@ class Local:
                 entry=_ENTRY,
             )
         if forked is None:
+            ours.close()
             raise ConfigError(
-                "expected Linux and memory for a process more, got neither; free some"
+                "expected to start one more process, got none; free memory, or allow more processes "
+                "(ulimit -u, and the container's limit of pids)"
             )
-        channel, pidfd = ControlChannel(ours), os.pidfd_open(forked.pid)
+        try:
+            pidfd = os.pidfd_open(forked.pid)
+        except ProcessLookupError:
+            ours.close()
+            raise ConfigError(
+                f"expected process {forked.pid} to run, got its end as it started; see why it was "
+                f"killed (out of memory?)"
+            ) from None
+        channel = ControlChannel(ours)
         child = _Child(name, rank, local_rank, forked, channel, pidfd, time.monotonic())
         self._children[name] = child
         self._selector.register(child.channel, selectors.EVENT_READ, ("says", name))
@@ -163,7 +174,7 @@ class Local:
     def send(self, name: str, message: dict[str, Any]) -> None:
         """Sends a message to a process that may have ended."""
         if name in self._children:
-            if message["kind"] == "world":
+            if message["kind"] in ("world", "interrupt"):
                 self._children[name].rank = message["rank"]
             self._children[name].channel.send(message)
 

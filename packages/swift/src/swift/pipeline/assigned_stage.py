@@ -208,16 +208,30 @@ class Stage:
         """See `Trainable`."""
         self.opt.confirm()
 
-    def logged(self, target: int, checkpoint_step: int) -> bool:
+    def find_log_gap(self, target: int, checkpoint_step: int) -> str | None:
         """See `Trainable`."""
-        return self._find_gap(target, checkpoint_step) is None
+        own = self._built.stage
+        if self._writer is None:
+            return "nothing is logged"
+        sent = [(Kind.ACTIVATION, own.index), (Kind.GRADIENT, own.index - 1)]
+        for kind, boundary in sent:
+            if 0 <= boundary < own.num_stages - 1 and own.is_logged(boundary):
+                gap = self._writer.find_gap(kind, checkpoint_step, target, self._micro_batches)
+                if gap is not None:
+                    return gap
+        return None
 
     def committed(self, step: int) -> None:
         """See `Trainable`."""
-        if self._writer is not None:
+        if self._writer is not None and step != self._checkpoint:
             self._writer.start_interval(step)
             self._writer.forget(self._checkpoint)
         self._checkpoint = step
+
+    def close(self) -> None:
+        """See `Trainable`."""
+        if self._writer is not None:
+            self._writer.close(remove=True)
 
     def replay(
         self, target: int, lost: Sequence[int], checkpoint_step: int, load: Load, repeat: Repeat
@@ -233,10 +247,11 @@ class Stage:
             if world.rank in hole.replayers:
                 replayed = self._replay(hole, groups, iterations, load, repeat)
             elif self._writer is not None:
-                served = served or serve(
+                problem = serve(
                     self._writer, world.rank, hole, groups, world.world_size, self._chunk,
                     self._micro_batches, iterations,
                 )  # fmt: skip
+                served = served or problem  # another hole's ranks wait for their part all the same
         self.replayed = [(hole.stages, iterations) for hole in holes]
         return agree(world, served, replayed)
 
@@ -303,18 +318,6 @@ class Stage:
             rest,
         )
         return _BuiltStage(stage, rest, entries)
-
-    def _find_gap(self, target: int, checkpoint_step: int) -> str | None:
-        own = self._built.stage
-        if self._writer is None:
-            return "nothing is logged"
-        sent = [(Kind.ACTIVATION, own.index), (Kind.GRADIENT, own.index - 1)]
-        for kind, boundary in sent:
-            if 0 <= boundary < own.num_stages - 1 and own.is_logged(boundary):
-                gap = self._writer.find_gap(kind, checkpoint_step, target, self._micro_batches)
-                if gap is not None:
-                    return gap
-        return None
 
     def _share_run_id(self, group: Group) -> None:
         """Takes the id of those who have one, else the first rank's new one."""

@@ -14,6 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -76,7 +77,7 @@ class BoundaryLog:
 
         Raises:
             ConfigError: the run's id takes more than 64 bytes.
-            OSError: the folder cannot be written to.
+            OSError: the folder cannot be made.
         """
         if len(run.encode()) > 64:
             raise ConfigError(f"expected a run's id of at most 64 bytes, got {run!r}")
@@ -152,12 +153,10 @@ class LogWriter:
         """A checkpoint of the state before `iteration` begins: a new file for later messages."""
         self.flush()
         with self._changed:
-            self._chunks[-1].end()
+            for chunk in self._chunks[-1:]:
+                chunk.end()
             self.unreplayable = None
-            try:
-                self._start_chunk(iteration)
-            except OSError as error:
-                self._give_up(f"iteration {iteration}", str(error))
+            self._start_chunk(iteration)
 
     def forget(self, iteration: int) -> None:
         """Removes the files in which all messages are of iterations before `iteration`."""
@@ -217,10 +216,13 @@ class LogWriter:
             self._is_closed = True
             self._changed.notify_all()
         self._thread.join()
-        self._chunks[-1].end()
+        for chunk in self._chunks[-1:]:
+            chunk.end()
         if remove:
             for chunk in self._chunks:
                 chunk.remove()
+            with suppress(OSError):  # something else lies there
+                self.folder.rmdir()
 
     def _get(self, key: Key) -> tuple[ChunkFile, MessageRecord]:
         self.flush()
@@ -301,4 +303,7 @@ class LogWriter:
     def _start_chunk(self, iteration: int) -> None:
         sequence = self._chunks[-1].header.sequence + 1 if self._chunks else 0
         header = ChunkHeader(run=self.run, stage=self.stage, sequence=sequence, iteration=iteration)
-        self._chunks.append(ChunkFile(self.folder / f"{sequence:06d}.log", header))
+        try:
+            self._chunks.append(ChunkFile(self.folder / f"{sequence:06d}.log", header))
+        except OSError as error:
+            self._give_up(f"iteration {iteration}", str(error))

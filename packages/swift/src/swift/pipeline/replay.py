@@ -22,6 +22,8 @@ import torch
 from torch import Tensor
 
 from shared.comms import Group, PendingRounds, Round, post_rounds
+from shared.comms.courier import connect
+from shared.comms.init import recorded
 from shared.comms.pipeline import HEADER_WORDS, States
 from shared.errors import DataError
 from shared.kernels.digest import digest
@@ -58,14 +60,21 @@ def make_groups(world: Group, holes: Sequence[Hole]) -> list[ReplayGroups]:
     Raises:
         CommError: a rank died meanwhile.
     """
-    return [
-        ReplayGroups(
-            world,
-            Group.of(list(hole.stages)) if len(hole.stages) > 1 else None,
-            Group.of(list(hole.replayers)) if hole.helpers else None,
-        )
-        for hole in holes
-    ]
+    # Recorded, with all connections: a rank that hangs in the replay then holds nobody.
+    with recorded():
+        found = [
+            ReplayGroups(
+                world,
+                Group.of(list(hole.stages)) if len(hole.stages) > 1 else None,
+                Group.of(list(hole.replayers)) if hole.helpers else None,
+            )
+            for hole in holes
+        ]
+        for groups in found:
+            for group in (groups.pipeline, groups.replayers):
+                if group is not None and group.rank >= 0:
+                    connect(group)
+    return found
 
 
 def replay(

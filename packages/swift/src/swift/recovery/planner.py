@@ -35,7 +35,12 @@ class Decision:
 Versions = Mapping[int, Sequence[int] | None]
 
 
-def decide(sets: Sequence[Versions], logged: Sequence[bool] | None = None) -> Decision:
+def decide(
+    sets: Sequence[Versions],
+    logged: Sequence[bool] | None = None,
+    *,
+    undo_is_exact: bool = True,
+) -> Decision:
     """Choose the newest version that all replica sets can reach, and how each rank reaches it.
 
     Let t+1 be the newest version that any surviving parameter has. A set reaches t+1 when one of
@@ -51,6 +56,9 @@ def decide(sets: Sequence[Versions], logged: Sequence[bool] | None = None) -> De
         sets: One mapping a replica set: rank -> version of each parameter, in steps, or None for a
             lost rank. Ranks are unique over all sets.
         logged: By set, whether its logs reach t+1; None: nothing is logged.
+        undo_is_exact: Whether undoing restores every bit. If not (mode "arith"), a rank fetches what
+            it would undo from a rank of its set that still is at the target, if there is one; else
+            all that have it undo it, and come to the same bits.
 
     Returns:
         What each rank does. Who fetches a parameter shares its sources evenly with the others.
@@ -78,7 +86,7 @@ def decide(sets: Sequence[Versions], logged: Sequence[bool] | None = None) -> De
     fetch: dict[int, dict[int, int]] = {}
     for i, ranks in enumerate(sets):
         if i not in replay:
-            _align(ranks, held[i], target, undo, fetch)
+            _align(ranks, held[i], target, undo, fetch, undo_is_exact=undo_is_exact)
     return Decision(
         target=target,
         undo=undo,
@@ -103,28 +111,49 @@ def _align(
     target: int,
     undo: dict[int, list[int]],
     fetch: dict[int, dict[int, int]],
+    *,
+    undo_is_exact: bool,
 ) -> None:
     num_parameters = len(next(iter(held.values())))
+    # These need no undoing, as some rank still is at the target.
+    kept = frozenset() if undo_is_exact else _kept(held, target)
     missing: dict[int, Sequence[int]] = {}
     for rank, versions in ranks.items():
         if versions is None:
             missing[rank] = range(num_parameters)
             continue
         # Most ranks hold all at the target: C tells so faster than a loop.
+        is_behind = min(versions, default=target) < target
         if max(versions, default=target) > target:
-            undo[rank] = [p for p, version in enumerate(versions) if version > target]
-        if min(versions, default=target) < target:
-            missing[rank] = [p for p, version in enumerate(versions) if version < target]
+            ahead = [p for p, version in enumerate(versions) if version > target]
+            undone = [p for p in ahead if p not in kept] if kept else ahead
+            if undone:
+                undo[rank] = undone
+            is_behind |= len(undone) < len(ahead)
+        if is_behind:
+            missing[rank] = [
+                p
+                for p, version in enumerate(versions)
+                if version < target or (version > target and p in kept)
+            ]
     complete = [rank for rank in held if rank not in missing]
     holders: dict[int, list[int]] = {}
     for turn, (rank, parameters) in enumerate(missing.items()):
         fetch[rank] = {}
         for p in parameters:
             if p not in holders:
-                behind = [r for r in missing if r in held and held[r][p] >= target]
-                holders[p] = complete + behind
+                last = target if p in kept else target + 1
+                others = [r for r in missing if r in held and target <= held[r][p] <= last]
+                holders[p] = complete + others
             # Each parameter, and each rank that lacks it, begins with another source.
             fetch[rank][p] = holders[p][(p + turn) % len(holders[p])]
+
+
+def _kept(held: Mapping[int, Sequence[int]], target: int) -> frozenset[int]:
+    """Parameters that some rank holds at the target."""
+    return frozenset(
+        p for versions in held.values() for p, version in enumerate(versions) if version == target
+    )
 
 
 def _explain(

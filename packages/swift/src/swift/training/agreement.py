@@ -120,7 +120,7 @@ def begin_equal(group: Group, trainable: Trainable, held: HeldStates, sets: Sets
     Raises:
         CommError: a rank was lost.
     """
-    found = all_gather(group, _digest(trainable))
+    found = all_gather(group, _digest(group, trainable))
     for ranks in sets:
         built = [rank for rank in ranks if held.versions[rank] is not None]
         for rank in built:
@@ -130,8 +130,11 @@ def begin_equal(group: Group, trainable: Trainable, held: HeldStates, sets: Sets
 
 def are_logged(
     group: Group, trainable: Trainable, held: HeldStates, sets: Sets
-) -> list[bool] | None:
-    """Whether each set's messages are in the logs of all other sets' survivors.
+) -> tuple[bool, str]:
+    """Whether the survivors' logs hold all messages of the sets that are lost whole.
+
+    Returns:
+        Whether they do, and why if they do not; empty where no set, or each, is lost whole.
 
     Raises:
         CommError: a rank was lost.
@@ -139,15 +142,17 @@ def are_logged(
     versions = held.of(sets)
     lost = [all(row is None for row in each.values()) for each in versions]
     if not any(lost) or all(lost):
-        return None
+        return False, ""
     # Where one survivor is a step behind, the others undo theirs, and logs need not reach it.
     alive = [each for each, is_lost in zip(versions, lost, strict=True) if not is_lost]
     reached = decide(alive).target
-    has = reached is not None and trainable.logged(reached, held.checkpoint)
-    found = [bool(one) for one in all_gather(group, torch.tensor([int(has)]))]
-    survivors = [rank for rank, row in held.versions.items() if row is not None]
-    is_logged = all(found[rank] for rank in survivors)
-    return [is_logged for _ in sets]
+    gap = "survivors are more than a step apart"
+    if reached is not None:
+        gap = trainable.find_log_gap(reached, held.checkpoint) or ""
+    texts = gather_texts(group, gap)
+    found = [texts[rank] for rank, row in held.versions.items() if row is not None]
+    gap = next(filter(None, found), "")
+    return not gap, gap
 
 
 def expect_equal(group: Group, trainable: Trainable, sets: Sets, step: int) -> None:
@@ -163,7 +168,7 @@ def expect_equal(group: Group, trainable: Trainable, sets: Sets, step: int) -> N
         DataError: ranks of a set differ.
         CommError: a rank was lost.
     """
-    found = all_gather(group, _digest(trainable))
+    found = all_gather(group, _digest(group, trainable))
     for ranks in sets:
         odd = [rank for rank in ranks if not torch.equal(found[rank], found[ranks[0]])]
         if odd:
@@ -186,14 +191,15 @@ def gather_texts(group: Group, text: str) -> list[str]:
 
 def _gather_rows(group: Group, mine: list[int]) -> list[list[int]]:
     """Every rank's numbers, which may differ in count."""
-    lengths = [int(one) for one in all_gather(group, torch.tensor([len(mine)]))]
-    padded = torch.zeros(max(lengths), dtype=torch.int64)
-    padded[: len(mine)] = torch.tensor(mine)
+    length = torch.tensor([len(mine)], device=group.device)
+    lengths = [int(one) for one in all_gather(group, length)]
+    padded = torch.zeros(max(lengths), dtype=torch.int64, device=group.device)
+    padded[: len(mine)] = torch.tensor(mine, device=group.device)
     rows = all_gather(group, padded)
     return [row[:length].tolist() for row, length in zip(rows, lengths, strict=True)]
 
 
-def _digest(trainable: Trainable) -> torch.Tensor:
+def _digest(group: Group, trainable: Trainable) -> torch.Tensor:
     tensors = [
         tensor
         for entry in range(len(trainable.versions()))
@@ -201,4 +207,4 @@ def _digest(trainable: Trainable) -> torch.Tensor:
     ]
     # A tensor of two halves, as 64 unsigned bits are no torch integer.
     value = digest(tensors)
-    return torch.tensor([value >> 32, value & 0xFFFFFFFF])
+    return torch.tensor([value >> 32, value & 0xFFFFFFFF], device=group.device)

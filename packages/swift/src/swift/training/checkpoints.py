@@ -6,7 +6,7 @@ run resumes from. A checkpoint counts once its mark is written, behind a vote of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shared.comms import Group, barrier
-from shared.errors import CommError, ConfigError
+from shared.errors import CommError, ConfigError, DataError
 from shared.files import naming_full_disk
 from swift.injection import reach
 from swift.training.checkpoint_folder import open_folder
@@ -120,6 +120,7 @@ class Every:
 
         Raises:
             CommError: the checkpoint cannot be read, or a rank was lost.
+            DataError: it lacks a parameter.
         """
         import torch.distributed.checkpoint as dcp
 
@@ -128,11 +129,12 @@ class Every:
         last = len(trainable.versions()) - 1
         reader = folder.reader(name) if self.reader is None else self.reader(path)
         try:
-            # A parameter that has had no gradient has no state in it.
             saved = reader.read_metadata().state_dict_metadata
+            wanted = [trainable.allocate(entry) for entry in range(last)]
+            _expect_all([next(iter(places)) for places in wanted], saved, path)
+            # A parameter that has had no gradient has no state in it.
             places = [
-                {name: one for name, one in trainable.allocate(entry).items() if name in saved}
-                for entry in range(last)
+                {name: one for name, one in entry.items() if name in saved} for entry in wanted
             ]
             state: dict[str, Any] = {name: one for entry in places for name, one in entry.items()}
             state[f"rest{place}"] = rest = _PackedBytes()
@@ -173,6 +175,16 @@ class _PackedBytes:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes the bytes."""
         self.tensor = torch.frombuffer(bytearray(state["bytes"]), dtype=torch.uint8)
+
+
+def _expect_all(names: Sequence[str], saved: Collection[str], path: str) -> None:
+    missing = [name for name in names if name not in saved]
+    if missing:
+        raise DataError(
+            f"{path}: expected all {len(names)} parameters of the model, got a checkpoint without "
+            f"{', '.join(missing[:3])}{', ...' if missing[3:] else ''}; train the model that it was "
+            f"written for, or begin in another folder"
+        )
 
 
 def _place(trainable: Trainable, group: Group) -> int:

@@ -8,6 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
+from torch.utils.data import IterableDataset
 
 from shared.errors import ConfigError
 from shared.kernels.philox import stream_key
@@ -98,7 +99,8 @@ class StepData:
             ConfigError: the dataset has no length or less samples than a batch, or a number is not
                 positive.
         """
-        if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        is_stream = isinstance(dataset, IterableDataset)  # some have a length, and all a __getitem__
+        if is_stream or not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
             raise ConfigError(
                 f"dataset: expected one with a length and samples by number, got "
                 f"{type(dataset).__name__}; a step that is repeated must read the same samples again, "

@@ -7,16 +7,17 @@ Swift, arXiv 2302.06173). A failure leaves some parameters a step ahead: their m
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shared.comms import Group
 from shared.comms.collectives import Reduction, all_reduce, broadcast, start_all_reduce
 from shared.errors import CommError, ConfigError, DataError
+from shared.kernels.digest import digest
 from swift.injection import reach
 from swift.training.buckets import plan_buckets
 from swift.training.data import Placed
@@ -94,7 +95,8 @@ class DataParallel:
         self._run = run
         self._names = [names.get(id(one), f"p{i}") for i, one in enumerate(optimizer.parameters)]
         more = (scaler,) if scaler is not None else ()
-        self._rest = Rest(module, optimizer.optimizer, (*stateful, *more))
+        self._frozen = self._describe_frozen(module, known)
+        self._rest = Rest(module, optimizer.optimizer, (*stateful, *more), frozen=self._frozen)
         self._entries = Entries(self._names, optimizer, self._rest)
         self._is_in_step = False
         self._world: Group | None = None
@@ -138,6 +140,11 @@ class DataParallel:
         for at in range(len(self._buckets)):
             self._await(at)
         self._update_together()
+
+    def _describe_frozen(self, module: nn.Module, known: Collection[int]) -> str:
+        """Parameters that no step changes: they are not sent, as each rank loads its model's base."""
+        frozen = [one for one in module.parameters() if id(one) not in known]
+        return f"{len(frozen)} parameters of digest {digest(frozen):016x}"
 
     def _waits_for(self) -> str | None:
         """What makes all updates wait for the last sum; None where each waits for its own."""
@@ -249,10 +256,12 @@ class DataParallel:
         ]
         return {
             "parameters": shapes,
+            "frozen": self._frozen,
             "buckets": [len(bucket.indices) for bucket in self._buckets],
             "optimizer": f"{type(optimizer).__name__}, {self.optimizer.mode}",
             "clip_norm": self.clip_norm,
             "waits_for": self._waits_for(),
+            "undo_is_exact": self.optimizer.mode != "arith",
             "can_shrink": True,
         }
 
@@ -361,11 +370,14 @@ class DataParallel:
         """See `Trainable`."""
         raise AssertionError("replicas are never replayed: nothing is logged")
 
-    def logged(self, target: int, checkpoint_step: int) -> bool:
+    def find_log_gap(self, target: int, checkpoint_step: int) -> str:
         """See `Trainable`."""
-        return False
+        return "replicas log no messages"
 
     def committed(self, step: int) -> None:
+        """See `Trainable`."""
+
+    def close(self) -> None:
         """See `Trainable`."""
 
     def _share_buffers(self, buffers: Sequence[Tensor]) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shared.errors import DataError
 from swift.undo.torch_step import local
 
 __all__ = ["Rest", "Stateful", "pack", "unpack"]
@@ -36,9 +37,7 @@ class Stateful(Protocol):
 class Rest:
     """The rest of a rank's state, and its copies as of the beginning of this step and the one before.
 
-    Attributes:
-        shared_buffers: those of the module's state dict, which forward passes change, as BatchNorm
-            its running means; all ranks take rank 0's. The others are constants.
+    Buffers are looked up in the module whenever they are used, as a forward pass may replace one.
     """
 
     def __init__(
@@ -46,22 +45,39 @@ class Rest:
         module: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
         stateful: Sequence[Stateful] = (),
+        frozen: str = "",
     ) -> None:
+        """Keeps nothing yet.
+
+        Args:
+            module: whose buffers are meant.
+            optimizer: whose hyperparameters are.
+            stateful: schedulers and the like.
+            frozen: describes parameters that no step changes; a state is taken only where it is the same.
+        """
+        self._frozen = frozen
         self._optimizer = optimizer
         self._stateful = tuple(stateful)
         self._kept: dict[int, Any] = {}
-        self.rebind(module)
+        self._module = module
+        self._saved = frozenset(module.state_dict())
 
     def rebind(self, module: torch.nn.Module) -> None:
         """Takes the buffers of a module like the one before, as they are."""
-        self._buffers = {name: local(one) for name, one in module.named_buffers()}
-        saved = module.state_dict().keys()
-        self.shared_buffers = [one for name, one in self._buffers.items() if name in saved]
+        self._module = module
 
     @property
     def buffers(self) -> dict[str, Tensor]:
         """All buffers by name, of DTensors the parts on this rank."""
-        return dict(self._buffers)
+        return {name: local(one) for name, one in self._module.named_buffers()}
+
+    @property
+    def shared_buffers(self) -> list[Tensor]:
+        """Those of the module's state dict, which forward passes change, as BatchNorm its running means.
+
+        All ranks take rank 0's. The other buffers are constants.
+        """
+        return [one for name, one in self.buffers.items() if name in self._saved]
 
     def keep(self, version: int) -> None:
         """Keeps a copy for `restore`, as of `version` steps, and that of the version before."""
@@ -86,14 +102,20 @@ class Rest:
             for group in self._optimizer.param_groups
         ]
         return {
-            "buffers": self._buffers,
+            "buffers": self.buffers,
             "groups": groups,
             "stateful": [one.state_dict() for one in self._stateful],
+            "frozen": self._frozen,
         }
 
     def _load(self, state: dict[str, Any]) -> None:
+        if state["frozen"] != self._frozen:
+            raise DataError(
+                f"expected frozen parameters as the state was trained with, {state['frozen']}, got "
+                f"{self._frozen}; load the same base model before the loop"
+            )
         with torch.no_grad():
-            for name, buffer in self._buffers.items():
+            for name, buffer in self.buffers.items():
                 buffer.copy_(state["buffers"][name])
         for one, saved in zip(self._stateful, state["stateful"], strict=True):
             one.load_state_dict(saved)

@@ -7,6 +7,7 @@ A rank that dies meanwhile begins the next recovery: every step of one can be re
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,7 +18,7 @@ import torch
 from shared.comms import Group
 from shared.comms.init import abandon, is_message_failure
 from shared.comms.init import join as join_world
-from shared.errors import DataError
+from shared.errors import ConfigError, DataError
 from shared.kernels.digest import digest
 from shared.training import check_loss, log_resumed
 from swift import injection
@@ -40,6 +41,8 @@ from swift.training.data import reseed, set_current
 from swift.training.trainable import Fillable, Trainable
 
 __all__ = ["Run", "join"]
+
+log = logging.getLogger(__name__)
 
 
 def join() -> Run:
@@ -72,6 +75,7 @@ class Run:
         self._is_filled = member.rank is not None
         self._step = 0
         self._recovery = 0
+        self._undo_is_exact = True
         set_current(self)
 
     def report(self) -> RecoveryReport:
@@ -100,14 +104,21 @@ class Run:
             seed: generators are seeded from it, the step and the rank before each step.
 
         Raises:
+            ConfigError: the process has trained in a loop before.
             DataError: states that must be equal differ after a recovery.
             DivergenceError: a step's loss is NaN or infinite.
             CommError: a message failed, and no rank was lost.
         """
+        if self._member.is_released:
+            raise ConfigError(
+                "expected one run.loop in a run, got a second one; train all phases in one, by a step "
+                "function that tells them apart by its step"
+            )
         trainable.warm()
         digest([torch.zeros(1)])  # its kernel is loaded when it is first called
         described = trainable.describe()
         self._report.waits_for = described.get("waits_for")
+        self._undo_is_exact = described.get("undo_is_exact", True)
         self._member.report_ready(describe_process(described))
         while (world := self._member.next_world()) is not None:
             try:
@@ -119,6 +130,7 @@ class Run:
                 if not self._member.is_superseded(world, waits=is_message_failure(error)):
                     raise
         abandon()
+        trainable.close()
         self._is_filled = False
 
     def _train(
@@ -212,6 +224,8 @@ class Run:
         expect_equal(group, trainable, sets, target)
         self._step = target
         trainable.confirm(target)
+        if target and target == held.checkpoint:
+            trainable.committed(target)  # a rank may have been lost between its mark and this
         self._report.end("verify")
         self._report.decide(reason, target, world.world_size, agreed.num_undone, num_bytes)
         return group
@@ -230,8 +244,15 @@ class Run:
             resumes = held.is_untrained and held.checkpoint > 0
             if held.is_untrained:
                 begin_equal(group, trainable, held, sets)
-            decision = decide(held.of(sets), are_logged(group, trainable, held, sets))
-            why = "no step was made yet, and there is a checkpoint" if resumes else decision.reason
+            is_logged, gap = are_logged(group, trainable, held, sets)
+            decision = decide(
+                held.of(sets), [is_logged] * len(sets), undo_is_exact=self._undo_is_exact
+            )
+            why = decision.reason
+            if resumes:
+                why = "no step was made yet, and there is a checkpoint"
+            elif decision.from_checkpoint and gap:
+                why += f": {gap}"
             reason = f"{why}{refused}"
             if decision.from_checkpoint or resumes:
                 return _Agreed(held, reason, None, None, {}, num_undone, replays=False)
@@ -293,6 +314,8 @@ class Run:
             )
         checkpoint.load(group, trainable, held.checkpoint)
         if not group.rank:
+            if not held.is_untrained:
+                log.warning("all ranks go back to the checkpoint: %s", reason)
             log_resumed(held.checkpoint, checkpoint.folder)
         return held.checkpoint
 

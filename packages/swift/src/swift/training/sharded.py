@@ -11,7 +11,7 @@ meta device, in no time, and the local tensors that the rank has move into it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from itertools import chain
 from typing import Any
@@ -213,6 +213,10 @@ class Sharded(DataParallel):
                         f"register_buffer({name!r}, ..., persistent=False)"
                     )
         return module, optimizer
+
+    def _describe_frozen(self, module: nn.Module, known: Collection[int]) -> str:
+        """They are sent, as a newcomer has no shard of them."""
+        return ""
 
     def _find_constants(self, module: nn.Module, optimizer: Undoable) -> dict[str, Tensor]:
         known = {id(one) for one in optimizer.parameters}

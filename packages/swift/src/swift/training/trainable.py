@@ -49,7 +49,8 @@ class Trainable(Protocol):
         """What a rank or spare must have in common with the others: JSON by name, compared for equality.
 
         Shapes and types of parameters, optimizer and mode, bucket sizes, ... not code or machine, which
-        the runtime adds; `can_shrink`: whether training can go on with fewer ranks.
+        the runtime adds; `can_shrink`: whether training can go on with fewer ranks; `undo_is_exact`: see
+        `swift.decide`.
         """
         ...
 
@@ -144,10 +145,17 @@ class Trainable(Protocol):
         """
         ...
 
-    def logged(self, target: int, checkpoint_step: int) -> bool:
-        """Whether the messages that this rank has kept reach `target` from `checkpoint_step`."""
+    def find_log_gap(self, target: int, checkpoint_step: int) -> str | None:
+        """Why the messages that this rank has kept do not reach `target` from `checkpoint_step`.
+
+        None: they do.
+        """
         ...
 
     def committed(self, step: int) -> None:
-        """A checkpoint of `step` is committed by all ranks: logs before it may go."""
+        """A checkpoint of `step` is committed by all ranks: logs before it may go; said again after a recovery."""
+        ...
+
+    def close(self) -> None:
+        """All ranks have done all steps: what was kept for a recovery goes."""
         ...

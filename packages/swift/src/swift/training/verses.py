@@ -2,7 +2,8 @@
 
 `verses.py replicas FOLDER --steps 24 --kill 11` trains on replicas, `verses.py pipeline ...` on a stage a
 rank. Each process leaves lines in the folder: the second at which it finished each step, and at the end the
-digest of its state. Rank 1 kills itself in the middle of the steps named.
+digest of its state. Rank 1 kills itself in the middle of the steps named. Under `torchrun`, for comparison,
+`verses.py torchrun ...` trains replicas by DDP from a checkpoint of every step.
 """
 
 from __future__ import annotations
@@ -10,13 +11,17 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import swift
@@ -100,14 +105,66 @@ def _pipeline(run: Any, data: Any, folder: Path) -> tuple[Any, Callable[[int], A
     return stage, lambda i: stage.step(data[i], data[i])
 
 
+class _Lines:
+    """What a process tells, a line each."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = (folder / f"{os.getpid()}.jsonl").open("a", encoding="utf-8")
+
+    def note(self, rank: int | None, **line: Any) -> None:
+        self._file.write(json.dumps({"rank": rank, **line}) + "\n")
+        self._file.flush()
+
+    def note_state(self, rank: int | None, step: int, state: Sequence[Tensor]) -> None:
+        self.note(rank, step=step, at_s=time.monotonic())
+        self.note(rank, digest=f"{digest(state):016x}")
+
+
+def _train_under_torchrun(folder: Path, steps: int, kills: Sequence[int], lines: _Lines) -> None:
+    dist.init_process_group("gloo")
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    place = SimpleNamespace(rank=rank, world_size=world_size, reads_whole_batches=False)
+    data = swift.StepData(_read_verses(), global_batch=_GLOBAL_BATCH, seed=0, run=place)
+    model = _make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    saved, at = folder / "checkpoint.pt", 0
+    if saved.exists():
+        held = torch.load(saved, weights_only=True)
+        model.load_state_dict(held["model"])
+        optimizer.load_state_dict(held["optimizer"])
+        at = held["step"]
+    replica = DistributedDataParallel(model)
+    while at < steps:
+        lines.note(rank, step=at, at_s=time.monotonic())
+        torch.manual_seed(world_size * at + rank)
+        optimizer.zero_grad()
+        replica(input_ids=data[at], labels=data[at]).loss.backward()
+        killed = folder / f"killed-{at}"
+        if rank == 1 and at in kills and not killed.exists():
+            killed.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        optimizer.step()
+        at += 1
+        if rank == 0:
+            held = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": at}
+            torch.save(held, saved.with_suffix(".new"))
+            os.replace(saved.with_suffix(".new"), saved)
+    lines.note_state(rank, steps, list(model.parameters()))
+    dist.destroy_process_group()
+
+
 def _main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("kind", choices=("replicas", "pipeline"))
+    parser.add_argument("kind", choices=("replicas", "pipeline", "torchrun"))
     parser.add_argument("folder", type=Path)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--kill", type=int, action="append", default=[])
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    lines = _Lines(arguments.folder)
+    if arguments.kind == "torchrun":
+        _train_under_torchrun(arguments.folder, arguments.steps, arguments.kill, lines)
+        return
     run = swift.join()
     is_replicated = arguments.kind == "replicas"
     arm(
@@ -121,21 +178,15 @@ def _main() -> None:
     else:
         trained, step = _pipeline(run, data, arguments.folder)
         checkpoint = swift.Every(_CHECKPOINT_EVERY, arguments.folder / "checkpoints")
-    with (arguments.folder / f"{os.getpid()}.jsonl").open("a", encoding="utf-8") as lines:
 
-        def note(**line: Any) -> None:
-            lines.write(json.dumps({"rank": run.rank, **line}) + "\n")
-            lines.flush()
+    def noted(i: int) -> None:
+        lines.note(run.rank, step=i, at_s=time.monotonic())  # that many steps are finished
+        step(i)
 
-        def noted(i: int) -> None:
-            note(step=i, at_s=time.monotonic())  # that many steps are finished
-            step(i)
-
-        run.loop(noted, trained, until=arguments.steps, checkpoint=checkpoint)
-        note(step=arguments.steps, at_s=time.monotonic())
-        entries = range(len(trained.versions()))
-        state = [tensor for entry in entries for tensor in trained.state_of(entry).values()]
-        note(digest=f"{digest(state):016x}")
+    run.loop(noted, trained, until=arguments.steps, checkpoint=checkpoint)
+    entries = range(len(trained.versions()))
+    state = [tensor for entry in entries for tensor in trained.state_of(entry).values()]
+    lines.note_state(run.rank, arguments.steps, state)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from shared.kernels import adam
+from shared.kernels.adam.factors import factors
 from swift.undo.applied_step import AppliedStep, UndoMemory
 from swift.undo.torch_step import Group, local, new_state
 
@@ -94,9 +95,21 @@ class AdamStep(AppliedStep):
 
     def restore(self, grad: Tensor) -> None:
         """See `AppliedStep`."""
-        residuals = None if self.residual is None else [self.residual]
-        adam.undo([self.tensors(grad)], [self.number], self.kernel_hyper, residuals)
+        tensors = self.tensors(grad)
+        if self.residual is None:
+            after_sq = tensors.exp_avg_sq.clone()
+            adam.undo([tensors], [self.number], self.kernel_hyper)
+            self.num_below_zero = self._count_below_zero(tensors, after_sq)
+        else:
+            adam.undo([tensors], [self.number], self.kernel_hyper, [self.residual])
         self.count(-1)
+
+    def _count_below_zero(self, undone: adam.AdamTensors, after_sq: Tensor) -> int:
+        """Values of `exp_avg_sq` that the inverse takes below 0, where the kernel holds them."""
+        f = factors(self.kernel_hyper, self.number)
+        g = f.sign * undone.grad
+        g = g + f.l2 * undone.param if f.l2 else g
+        return int((after_sq - (f.take_sq * g) * g < 0).sum())
 
 
 def run_adam_steps(steps: Sequence[AdamStep]) -> None:

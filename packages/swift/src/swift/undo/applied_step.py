@@ -29,6 +29,7 @@ class AppliedStep:
         first: Whether the step made the parameter's state.
         grad: The step's gradient; None: let go.
         buffers: Held for undoing, beside the gradient.
+        num_below_zero: Sums of squares that arithmetic undid to below 0, and that are 0 in its place.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class AppliedStep:
         )
         self.grad: Tensor | None = None if parameter.grad is None else local(parameter.grad)
         self.buffers = buffers
+        self.num_below_zero = 0
         self._group = group
         self._sealed: dict[str, tuple[int, int]] = {}
 

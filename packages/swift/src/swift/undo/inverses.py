@@ -13,13 +13,16 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-__all__ = ["INVERSES", "obstacle"]
+__all__ = ["INVERSES", "SQUARES", "obstacle"]
 
 # Takes a tensor's name and the inverse's result; gives the value that the tensor had before.
 Restore = Callable[[str, Tensor], Tensor]
 # Takes torch's tensors after the step ("param" and its state), the step's gradient, hyperparameters,
 # and whether it made the state; restores every tensor that had a value before.
 Inverse = Callable[[Mapping[str, Tensor], Tensor, Mapping[str, Any], bool, Restore], None]
+
+SQUARES = frozenset({"square_avg", "sum"})
+"""Sums of squares: rounding alone can take their inverse below 0, and the next step would take its root."""
 
 # |1 - lr * weight_decay| below this: the step nearly erased the weights.
 _SINGULAR = 1e-6
@@ -75,7 +78,7 @@ def _invert_rmsprop(
         restore("momentum_buffer", (b - d / root) / momentum)
     if a is not None:
         restore("grad_avg", (a - d * (1 - alpha)) / alpha)
-    restore("square_avg", _not_negative((s - d * d * (1 - alpha)) / alpha))
+    restore("square_avg", (s - d * d * (1 - alpha)) / alpha)
 
 
 def _invert_adagrad(
@@ -92,7 +95,7 @@ def _invert_adagrad(
     root = _root(s) + hyper["eps"]
     w = restore("param", (w + g / root * lr) / (1 - lr * decay / root))
     d = g + w * decay
-    restore("sum", _not_negative(s - d * d))
+    restore("sum", s - d * d)
 
 
 def _signed(grad: Tensor, hyper: Mapping[str, Any]) -> Tensor:
@@ -102,11 +105,6 @@ def _signed(grad: Tensor, hyper: Mapping[str, Any]) -> Tensor:
 def _root(squares: Tensor) -> Tensor:
     # torch's own of float32 is not correctly rounded; through float64 it is.
     return squares.double().sqrt().float()
-
-
-def _not_negative(squares: Tensor) -> Tensor:
-    # Rounding alone can go below 0, and the next step would take its root. NaN stays.
-    return torch.where(squares < 0, 0.0, squares)
 
 
 INVERSES: dict[type[Optimizer], Inverse] = {

@@ -6,7 +6,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from swift.undo.applied_step import AppliedStep, UndoMemory
-from swift.undo.inverses import INVERSES
+from swift.undo.inverses import INVERSES, SQUARES
 from swift.undo.residuals import Residuals
 from swift.undo.torch_step import Group, state_tensors, step_only
 
@@ -58,7 +58,7 @@ class InvertedStep(AppliedStep):
         step_only(self.optimizer, self._group, [self.parameter])
 
         def keep(name: str, guess: Tensor) -> Tensor:
-            residuals.keep(name, before[name], guess.to(before[name].dtype))
+            residuals.keep(name, before[name], _not_negative(name, guess).to(before[name].dtype))
             return before[name].float()
 
         after = state_tensors(self.optimizer, self.parameter)
@@ -69,12 +69,19 @@ class InvertedStep(AppliedStep):
         after = state_tensors(self.optimizer, self.parameter)
 
         def put_back(name: str, guess: Tensor) -> Tensor:
-            value = guess.to(after[name].dtype)
+            value = _not_negative(name, guess).to(after[name].dtype)
             if self.residuals is not None:
                 value = self.residuals.restore(name, value)
+            elif name in SQUARES:
+                self.num_below_zero += int((guess < 0).sum())
             after[name].copy_(value)
             return value.float()
 
         INVERSES[type(self.optimizer)](after, grad, self.hyper, self.first, put_back)
         for name, count in self._counts.items():
             after[name].copy_(count)
+
+
+def _not_negative(name: str, guess: Tensor) -> Tensor:
+    # NaN stays.
+    return torch.where(guess < 0, 0.0, guess) if name in SQUARES else guess

@@ -381,8 +381,19 @@ class Undoable:
             self._applied[index].pop()
             self.marks[index] -= 1
         if self.mode == "arith":
+            self._tell_of_zeros([step for _, step, _ in work])
             for index, _, _ in work:
                 self._expect_finite(index)
+
+    def _tell_of_zeros(self, undone: Sequence[AppliedStep]) -> None:
+        num_below_zero = sum(step.num_below_zero for step in undone)
+        if num_below_zero:
+            log.warning(
+                "%d squared averages of %s came out below 0 as arithmetic undid them, and are 0 in place "
+                "of what they were; mode='exact' restores them",
+                num_below_zero,
+                type(self.optimizer).__name__,
+            )
 
     def _expect_finite(self, index: int) -> None:
         for name, tensor in state_tensors(self.optimizer, self._parameters[index]).items():
