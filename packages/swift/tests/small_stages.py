@@ -53,7 +53,11 @@ def train(stage, stop):
     """Steps until `stop`; the losses."""
     losses = []
     while stage.iteration < stop:
-        losses.append(stage.step(*batch(stage.iteration)))
+        inputs, targets = batch(stage.iteration)
+        # Only the ends read them.
+        losses.append(
+            stage.step(inputs if stage.index == 0 else None, targets if stage.is_last else None)
+        )
         stage.opt.confirm()
     return losses
 

@@ -149,7 +149,9 @@ def judge_restart(disturbed: DemoTraining, restarted: DemoTraining, killed_at: i
         killed_at: in which step.
     """
     begins = [at_s for ends in restarted.steps.values() for _, at, at_s in ends if at == killed_at]
-    ends = [at_s for ends in restarted.steps.values() for _, at, at_s in ends if at == killed_at + 1]
+    ends = [
+        at_s for ends in restarted.steps.values() for _, at, at_s in ends if at == killed_at + 1
+    ]
     restarts = [max(ends) - min(begins)] if len(ends) == _RANKS and begins else []
     outages = [_outage_s(failure) for failure in disturbed.failures]
     return Claim(

@@ -13,6 +13,7 @@ import json
 import os
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -43,6 +44,14 @@ def leave_turned(folder: Path, kind: str) -> None:
     if kind == "code":
         with open(sys.argv[0], "a") as script:
             script.write("# another version\n")
+
+
+def count_sockets() -> int:
+    count = 0
+    for one in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # that of the listing itself
+            count += os.readlink(one).startswith("socket:")
+    return count
 
 
 def refuse(indices) -> None:
@@ -84,7 +93,10 @@ def main() -> None:
     )
     data = swift.StepData(dataset, 24, seed=3)
 
+    num_sockets = {}  # by the number of recoveries before
+
     def tell(step: int) -> None:
+        num_sockets.setdefault(len(run.report().records), count_sockets())
         entries = range(len(dp.versions()))
         found = digest([one for entry in entries for one in dp.state_of(entry).values()])
         with open(folder / "states", "a") as file:
@@ -120,6 +132,7 @@ def main() -> None:
     run.loop(step, dp, until=given["steps"], checkpoint=checkpoint)
     tell(given["steps"])
     (folder / f"report-{run.rank}").write_text(str(run.report()))
+    (folder / f"sockets-{run.rank}").write_text(json.dumps(list(num_sockets.values())))
 
 
 if __name__ == "__main__":

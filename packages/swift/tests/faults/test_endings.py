@@ -53,8 +53,7 @@ def test_a_run_tells_its_state_and_takes_faults(driver, tmp_path, monkeypatch, c
     for failure, least_s in zip(failures, (0, 1), strict=True):
         assert "SIGKILL" in failure["lost"][0]["how"]
         assert all(
-            least_s <= rank["seconds"]["detect"] < least_s + 1
-            for rank in failure["ranks"].values()
+            least_s <= rank["seconds"]["detect"] < least_s + 1 for rank in failure["ranks"].values()
         )
 
 

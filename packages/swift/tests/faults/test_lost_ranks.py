@@ -1,5 +1,6 @@
 """Ranks are killed and stopped at every point: each state that follows is an undisturbed run's."""
 
+import json
 import os
 import random
 import re
@@ -131,6 +132,20 @@ def test_a_state_that_was_changed_aside_ends_the_run_at_the_next_recovery(driver
     given = {"steps": STEPS, "strays": [1, 4], "faults": faults}
     printed = driver.train(tmp_path, "-n", "3", "--spares", "1", status=1, **given)
     assert printed.count("ranks [1] differ from rank 0, whose state they replicate") == 1, printed
+
+
+@pytest.mark.slow
+def test_survivors_keep_no_connection_of_worlds_that_are_lost(driver, tmp_path):
+    faults = [
+        {"rank": 2, "recovery": at, "step": 2 * at + 2, "point": "start", "bucket": 1}
+        for at in range(5)
+    ]
+    given = {"steps": STEPS, "faults": faults, "step_s": 0.02}
+    driver.train(tmp_path, "-n", "3", "--spares", "5", **given)
+    for rank in range(2):
+        counts = json.loads((tmp_path / f"sockets-{rank}").read_text())
+        assert len(counts) == 6
+        assert len(set(counts[1:])) == 1, counts
 
 
 @pytest.mark.slow

@@ -309,7 +309,9 @@ def test_ranks_that_are_lost_at_once_are_one_failure():
         name = next(one.name for one in coordinator.processes.values() if one.rank == 0)
         coordinator.lose([name], KILLED, None, float(at))
         assert (coordinator.ended, coordinator.num_losses) == (None, at)
-    assert sorted(one.rank for one in coordinator.processes.values() if one.rank is not None) == list(range(8))
+    assert sorted(
+        one.rank for one in coordinator.processes.values() if one.rank is not None
+    ) == list(range(8))
 
 
 def test_a_spare_that_is_ready_before_the_ranks_is_compared_with_them():

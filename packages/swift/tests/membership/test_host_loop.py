@@ -172,7 +172,9 @@ def test_a_host_that_is_cut_off_on_purpose_comes_back(monkeypatch):
 
 
 @pytest.mark.parametrize("error", [ConfigError("no memory"), TimeoutError("no answer in 60 s")])
-def test_a_spare_that_cannot_be_started_is_tried_again_later(loop, clock, capsys, monkeypatch, error):
+def test_a_spare_that_cannot_be_started_is_tried_again_later(
+    loop, clock, capsys, monkeypatch, error
+):
     end_a_spare(loop, None, was_ready=True)
     start = loop.local.start
 

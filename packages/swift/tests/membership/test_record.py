@@ -52,7 +52,9 @@ def test_the_newest_failure_is_drawn_as_the_run_ends(tmp_path, capsys):
     record = FailureRecord(None, picture)
     for epoch, rank in [(1, 0), (2, 1), (2, 10), (2, 9)]:
         seconds = {"detect": 0.1, "join": 0.2} if epoch == 2 else {"undo": 1.0}
-        record.add({**ACCOUNT, "epoch": epoch, "rank": rank, "seconds": seconds, "is_newcomer": rank == 9})
+        record.add(
+            {**ACCOUNT, "epoch": epoch, "rank": rank, "seconds": seconds, "is_newcomer": rank == 9}
+        )
     record.finish("")
     texts = re.findall("<!-- (.*) -->", picture.read_text())
     rows = [text for text in texts if "rank" in text]

@@ -248,3 +248,14 @@ def test_outputs_that_no_stage_can_take_are_refused(out, text):
     )  # fmt: skip
     with pytest.raises(DataError, match=text):
         stage.step(torch.ones(4, DIM))
+
+
+def test_a_stage_that_is_used_before_the_loop_says_where_it_is_built():
+    run = SimpleNamespace(rank=0, world_size=2, reads_whole_batches=False)
+    stage = Stage(lambda index: build(index, 2), run, loss=loss_of, micro_batches=2)
+    assert run.reads_whole_batches
+    for use in (lambda: stage.module, lambda: stage.opt, stage.step):
+        with pytest.raises(
+            ConfigError, match="expected the stage inside run.loop, where it is built"
+        ):
+            use()

@@ -55,7 +55,13 @@ def reachable(sets, logged, target, newest):
 
 
 @settings(max_examples=2 * settings().max_examples)
-@given(st.lists(st.none() | st.lists(st.sampled_from([4, 5]), min_size=3, max_size=3), min_size=1, max_size=4))
+@given(
+    st.lists(
+        st.none() | st.lists(st.sampled_from([4, 5]), min_size=3, max_size=3),
+        min_size=1,
+        max_size=4,
+    )
+)
 def test_where_undo_is_inexact_all_end_with_bits_that_nobody_undid_or_all_did(ranks):
     sets = [dict(enumerate(ranks))]
     decision = decide(sets, undo_is_exact=False)
@@ -65,7 +71,9 @@ def test_where_undo_is_inexact_all_end_with_bits_that_nobody_undid_or_all_did(ra
     # Values: "kept" of a rank that never left the target, "undone" of one that went back to it.
     values = {}
     for rank, held in sets[0].items():
-        values[rank] = [None] * 3 if held is None else ["kept" if v == decision.target else v for v in held]
+        values[rank] = (
+            [None] * 3 if held is None else ["kept" if v == decision.target else v for v in held]
+        )
         for p in decision.undo.get(rank, []):
             assert held[p] == decision.target + 1
             values[rank][p] = "undone"

@@ -148,7 +148,11 @@ def fetch_a_step():
         assert dp.versions() == [1 - rank] * 3
         now = copied(dp)
         assert [list(state) for state in now] == [list(state) for state in before]
-        assert all(torch.equal(now[entry][name], before[entry][name]) for entry in range(3) for name in now[entry])
+        assert all(
+            torch.equal(now[entry][name], before[entry][name])
+            for entry in range(3)
+            for name in now[entry]
+        )
     fetch()
     assert dp.versions() == [1, 1, 1]
     expect_equal(Group.world(), dp, SETS, 1)

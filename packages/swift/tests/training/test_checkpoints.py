@@ -225,4 +225,6 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
         with pytest.raises(DataError, match=told):
             every.load(group, other, 1)
     assert [name for name, _ in values(other)] == [name for name, _ in before]
-    assert all(torch.equal(one, was) for (_, one), (_, was) in zip(values(other), before, strict=True))
+    assert all(
+        torch.equal(one, was) for (_, one), (_, was) in zip(values(other), before, strict=True)
+    )

@@ -235,6 +235,19 @@ def test_memory_for_undoing_is_as_said():
     assert muon.undo_bytes == 2 * 4 * 10_000
 
 
+@pytest.mark.parametrize("name", list(INVERTED))
+def test_in_bfloat16_too_a_value_takes_a_byte_and_no_copy(name):
+    count = 50_000
+    parameter = torch.nn.Parameter(torch.randn(count).to(torch.bfloat16))
+    opt = undoable(INVERTED[name]([parameter]))
+    for step in range(3):
+        draw = torch.Generator().manual_seed(step)
+        parameter.grad = torch.randn(count, generator=draw).to(torch.bfloat16)
+        opt.step()
+    values = sum(one.numel() for key, one in opt.state_of(0).items() if key != "step")
+    assert values <= opt.undo_bytes <= 1.3 * values
+
+
 def test_what_cannot_be_undone_any_more_says_so_and_changes_nothing():
     opt = undoable(INVERTED["adamw"](make_parameters()))
     with pytest.raises(DataError, match="parameter 0 to undo, got none"):

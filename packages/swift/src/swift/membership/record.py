@@ -91,7 +91,9 @@ class FailureRecord:
 
 def _expect_picture(path: Path) -> None:
     if path.suffix != ".svg":
-        raise ConfigError(f"--picture {path}: expected a file .svg, got {path.suffix!r}; name it so")
+        raise ConfigError(
+            f"--picture {path}: expected a file .svg, got {path.suffix!r}; name it so"
+        )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_dir() or not os.access(path.parent, os.W_OK):

@@ -99,7 +99,9 @@ class StepData:
             ConfigError: the dataset has no length or less samples than a batch, or a number is not
                 positive.
         """
-        is_stream = isinstance(dataset, IterableDataset)  # some have a length, and all a __getitem__
+        is_stream = isinstance(
+            dataset, IterableDataset
+        )  # some have a length, and all a __getitem__
         if is_stream or not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
             raise ConfigError(
                 f"dataset: expected one with a length and samples by number, got "
