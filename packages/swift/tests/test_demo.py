@@ -43,6 +43,10 @@ def test_a_restart_counts_from_the_killed_step_to_all_ranks_in_the_next():
     claim = judge_restart(GOOD, restarted, 5)
     assert (claim.ours, claim.baseline) == (pytest.approx(0.2), pytest.approx(7.0))
     assert claim.correct
+    # Rank 0 had finished the step and saved it before it was ended.
+    before = {**steps, 1: [*steps[1], (0, 6, 2.5)]}
+    claim = judge_restart(GOOD, DemoTraining({0: "a", 1: "a"}, before, (), 0.0), 5)
+    assert (claim.baseline, claim.correct) == (pytest.approx(7.0), True)
     assert not judge_restart(QUIET, restarted, 5).correct
     assert not judge_restart(GOOD, DemoTraining({}, {}, (), 0.0), 5).correct
     assert not judge_restart(GOOD, DemoTraining({0: "a"}, steps, (), 0.0), 5).correct

@@ -48,7 +48,7 @@ class RunScript:
     report: Path | None = None
     """Write what failed and what each recovery took here, as JSON."""
     picture: Path | None = None
-    """Draw the newest failure here, second by second, as the run ends (SVG)."""
+    """Draw the newest failure here, second by second, when the run has ended (SVG)."""
     nnodes: int = 1
     """Hosts."""
     node_rank: int = 0

@@ -149,10 +149,13 @@ def judge_restart(disturbed: DemoTraining, restarted: DemoTraining, killed_at: i
         killed_at: in which step.
     """
     begins = [at_s for ends in restarted.steps.values() for _, at, at_s in ends if at == killed_at]
-    ends = [
-        at_s for ends in restarted.steps.values() for _, at, at_s in ends if at == killed_at + 1
-    ]
-    restarts = [max(ends) - min(begins)] if len(ends) == _RANKS and begins else []
+    # A rank that had finished the step tells so again, as it resumes behind it.
+    ended: dict[int, float] = {}
+    for ends in restarted.steps.values():
+        for rank, at, at_s in ends:
+            if at == killed_at + 1:
+                ended[rank] = max(at_s, ended.get(rank, 0.0))
+    restarts = [max(ended.values()) - min(begins)] if len(ended) == _RANKS and begins else []
     outages = [_outage_s(failure) for failure in disturbed.failures]
     return Claim(
         name="seconds until all are at work again, a replica killed, beside torchrun",

@@ -68,7 +68,8 @@ def draw_record(record: Mapping[str, Any], path: Path) -> None:
         one = ranks[rank]
         name = f"spare, now rank {rank}" if one["is_newcomer"] else f"rank {rank}"
         rows[name] = place_phases(one["seconds"], sum(one["seconds"].values()))
-    draw_failure(rows, path, x_label="seconds after the loss")
+    title = "What each rank did after one was lost"
+    draw_failure(rows, path, x_label="seconds after the loss", title=title)
 
 
 def draw_failure(
@@ -77,6 +78,7 @@ def draw_failure(
     *,
     lost: tuple[str, float] | None = None,
     x_label: str | None = None,
+    title: str = "What each process did before and after one was killed (x)",
 ) -> None:
     """Draws a row a process, time from left to right.
 
@@ -85,6 +87,7 @@ def draw_failure(
         path: of the SVG file.
         lost: the row of the process that was killed and when; time then begins there.
         x_label: of the time; None: seconds, after the kill if there is one.
+        title: for those who do not see the picture.
     """
     figure = new_picture(1.3 + 0.4 * len(rows))
     axes = figure.subplots()
@@ -118,4 +121,4 @@ def draw_failure(
     )
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
-    save_picture(figure, path, "What each process did before and after one was killed (x)")
+    save_picture(figure, path, title)

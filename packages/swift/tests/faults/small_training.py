@@ -9,6 +9,7 @@ another rank is lost; `strays` is a rank and a step, at whose end it changes a w
 """
 
 import ctypes
+import gc
 import json
 import os
 import sys
@@ -47,6 +48,7 @@ def leave_turned(folder: Path, kind: str) -> None:
 
 
 def count_sockets() -> int:
+    gc.collect()
     count = 0
     for one in Path("/proc/self/fd").iterdir():
         with suppress(FileNotFoundError):  # that of the listing itself
@@ -93,6 +95,7 @@ def main() -> None:
     )
     data = swift.StepData(dataset, 24, seed=3)
 
+    has_lagged = []
     num_sockets = {}  # by the number of recoveries before
 
     def tell(step: int) -> None:
@@ -110,7 +113,8 @@ def main() -> None:
         if i == 3 and run.rank == 1 and "holds_s" in given and not (folder / "held").exists():
             (folder / "held").touch()
             ctypes.PyDLL(None).usleep(int(given["holds_s"] * 1e6))
-        if given.get("lags") == [run.rank, i]:
+        if given.get("lags") == [run.rank, i] and not has_lagged:
+            has_lagged.append(True)
             opt.update = refuse
         x, y = data[i]
         factor = 1e38 if i in given.get("overflows", ()) else 1.0
@@ -119,6 +123,7 @@ def main() -> None:
             try:
                 dp.backward(loss * factor, update=half.start == 1)
             except CommError:
+                vars(opt).pop("update", None)
                 for one in model.parameters() if given.get("spoils") == [run.rank, i] else ():
                     one.grad.mul_(2)
                 raise

@@ -32,11 +32,14 @@ def test_the_scripts_own_modules_are_part_of_its_code(tmp_path, monkeypatch):
     ours = describe_process({})
     (tmp_path / "other.py").write_text("1 + 1")
     assert first_difference(ours, describe_process({})) is None
-    for name in ("model.py", "train.py"):
+    for name, told in (("model.py", "modules.model.py"), ("train.py", "script")):
         before = describe_process({})
         (tmp_path / name).write_text("1 + 1")
         found = first_difference(before, describe_process({}))
-        assert found.startswith(f"code.{name}: expected "), found
+        assert found.startswith(f"{told}: expected "), found
+    monkeypatch.setattr(sys, "argv", [str(tmp_path / "other.py")])
+    (tmp_path / "other.py").write_text("2 + 2")
+    assert first_difference(before, describe_process({})).startswith("script: expected ")
 
 
 def test_of_modules_those_that_both_have_imported_are_compared(tmp_path, monkeypatch):
@@ -45,7 +48,7 @@ def test_of_modules_those_that_both_have_imported_are_compared(tmp_path, monkeyp
         (tmp_path / name).write_text("pass")
     monkeypatch.setattr(sys, "argv", [str(tmp_path / "train.py")])
     without = describe_process({})
-    assert list(without["code"]) == ["train.py"]
+    assert without["modules"] == {}
     monkeypatch.setitem(sys.modules, "log", SimpleNamespace(__file__=str(tmp_path / "logger.py")))
     assert first_difference(without, describe_process({})) is None
     assert first_difference(describe_process({}), without) is None

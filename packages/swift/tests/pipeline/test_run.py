@@ -84,7 +84,7 @@ def test_of_the_logs_the_newest_two_intervals_are_kept(undisturbed):
 @pytest.mark.slow
 def test_stages_are_killed_and_stopped_at_every_other_point(driver, tmp_path, undisturbed):
     lost = [
-        fault(1, "checkpoint", 4),
+        fault(1, "checkpoint", 3),
         fault(0, "commit", 4, recovery=1),
         fault(1, "forward", 5, recovery=2),
         fault(2, "mark", 6, recovery=3),
@@ -101,7 +101,7 @@ def test_stages_are_killed_and_stopped_at_every_other_point(driver, tmp_path, un
 @pytest.mark.slow
 def test_a_stage_that_is_ahead_takes_its_step_back(driver, tmp_path, undisturbed):
     # The last stage has made the step by then; the first two wait for the last micro-batch's gradient.
-    lost = [fault(2, "backward", 9, 4) | {"after_s": 0.5}]
+    lost = [fault(2, "backward", 9, 5) | {"after_s": 0.5}]
     found = check(driver, tmp_path / "b", undisturbed, lost, [[[2], [8]]])
     assert [one["recoveries"][0]["target"] for one in found] == [9] * NUM
     undone = [one["recoveries"][0]["undone"] for one in found]

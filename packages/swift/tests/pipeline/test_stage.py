@@ -256,6 +256,6 @@ def test_a_stage_that_is_used_before_the_loop_says_where_it_is_built():
     assert run.reads_whole_batches
     for use in (lambda: stage.module, lambda: stage.opt, stage.step):
         with pytest.raises(
-            ConfigError, match="expected the stage inside run.loop, where it is built"
+            ConfigError, match=r"expected the stage inside run.loop, where it is built"
         ):
             use()

@@ -135,8 +135,10 @@ def fetch_a_step():
             rest_bytes=sizes.rest_bytes, num_tensors=sizes.num_tensors,
         )  # fmt: skip
 
+    run = reshard.run
+
     def lose_behind_all_messages(*args, **more):
-        reshard.run(*args, **more)
+        run(*args, **more)
         raise CommError("lost")
 
     for what, happens in [("reach", CommError("lost")), ("reshard.run", lose_behind_all_messages)]:

@@ -71,15 +71,44 @@ def test_a_buffer_that_a_forward_pass_replaces_is_put_back_and_packed():
 
 
 def test_the_state_of_a_run_with_other_frozen_parameters_is_refused():
-    module, optimizer, scheduler, _ = parts()
-    before = module[1].running_mean.clone()
-    ours, theirs = (Rest(module, optimizer, [scheduler], frozen=one) for one in ("a", "b"))
-    module[1].running_mean += 1
-    packed = theirs.pack()
-    module[1].running_mean -= 1
+    module, *_, ours = parts()
+    other, *_, theirs = parts()
+    ours.frozen, theirs.frozen = "a", "b"
+    other[1].running_mean += 1
     with pytest.raises(DataError, match="trained with, b, got a; load the same base model"):
-        ours.load(packed)
-    assert torch.equal(module[1].running_mean, before)
+        ours.load(theirs.pack())
+    assert torch.equal(module[1].running_mean, torch.zeros(3))
+    theirs.frozen = "a"
+    ours.load(theirs.pack())
+    assert torch.equal(module[1].running_mean, torch.ones(3))
+
+
+def test_buffers_that_a_forward_pass_makes_or_replaces_by_others_are_no_part_of_it():
+    """As tables that grow with the longest text that a rank has seen."""
+    module, *_, rest = parts()
+    before = rest.pack()
+    rest.keep(0)
+    module.register_buffer("cache", torch.ones(5), persistent=False)
+    module.table = torch.ones(9)
+    assert torch.equal(rest.pack(), before)
+    rest.restore(0)
+    assert torch.equal(module.table, torch.ones(2))
+    assert torch.equal(module.cache, torch.ones(5))
+    other, *_, taker = parts()
+    other.table = torch.ones(7)
+    taker.load(before)
+    assert torch.equal(other.table, torch.ones(7))
+
+
+def test_a_buffer_of_another_shape_is_put_back():
+    module, *_, rest = parts()
+    rest.keep(0)
+    module[1].running_mean = torch.ones(9)
+    packed = rest.pack()
+    rest.restore(0)
+    assert torch.equal(module[1].running_mean, torch.zeros(3))
+    rest.load(packed)
+    assert torch.equal(module[1].running_mean, torch.ones(9))
 
 
 def test_the_step_before_can_be_put_back_too():

@@ -12,6 +12,6 @@ def test_a_second_loop_is_refused():
     """Its ranks are released already: it would train nothing."""
     run = Run(SimpleNamespace(rank=0, world_size=1, is_released=True))
     with pytest.raises(
-        ConfigError, match="expected one run.loop in a run, got a second one; train"
+        ConfigError, match=r"expected one run.loop in a run, got a second one; train"
     ):
         run.loop(lambda step: None, None, until=1)

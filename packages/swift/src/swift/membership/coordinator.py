@@ -17,6 +17,9 @@ from swift.membership.fingerprint import first_difference
 
 __all__ = ["Coordinator", "Process", "Say", "Settings"]
 
+_AT_ONCE_S = 1.0
+"""Ranks that are lost within it at one step are one failure."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
@@ -44,6 +47,11 @@ class Settings:
         if not 1 <= self.min_ranks <= self.num_ranks:
             raise ConfigError(
                 f"min_ranks: expected 1 to the {self.num_ranks} ranks, got {self.min_ranks}"
+            )
+        if self.timeout_s <= 0 or self.wait_s <= 0:
+            raise ConfigError(
+                f"expected --timeout and --wait above 0 s, got {self.timeout_s:g} and {self.wait_s:g}; "
+                f"leave them out for 600 and 300"
             )
 
 
@@ -107,6 +115,7 @@ class Coordinator:
     _num_ranks: int = 0
     _failures: int = 0
     _num_counted: int = 0
+    _counted_s: float = 0.0
     _failed_at: int = -1
     _num_worlds: int = 0
 
@@ -189,7 +198,7 @@ class Coordinator:
             )
             self.ended = f"rank {ranks[0].rank} {how} before all steps were done; {why}"
             return []
-        self._count_failure(ranks)
+        self._count_failure(ranks, now_s)
         since_s = now_s - silent_s
         self.lost += [
             {"rank": one.rank, "how": how, "silent_since_s": since_s, "host": one.host}
@@ -354,10 +363,13 @@ class Coordinator:
             for one in self._ranks()
         ]
 
-    def _count_failure(self, lost: Sequence[Process]) -> None:
+    def _count_failure(self, lost: Sequence[Process], now_s: float) -> None:
         step = max(one.step for one in [*lost, *self._ranks()])
-        if step == self._failed_at and all(one.num_failures < self._num_counted for one in lost):
-            return  # with those that were counted: several at once are one failure
+        # Several at once are one failure; who has come for one that is counted is not lost with it.
+        are_old = all(one.num_failures < self._num_counted for one in lost)
+        if step == self._failed_at and are_old and now_s - self._counted_s < _AT_ONCE_S:
+            return
+        self._counted_s = now_s
         self._failures = self._failures + 1 if step == self._failed_at else 1
         self._failed_at = step
         self._num_counted += 1

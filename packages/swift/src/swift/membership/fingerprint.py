@@ -18,7 +18,8 @@ def describe_process(training: Mapping[str, Any]) -> dict[str, Any]:
     """This process's script with its own modules, settings, libraries and processor, and what it trains."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return {
-        "code": _hash_files(),
+        "script": _hash(Path(sys.argv[0])),
+        "modules": _hash_modules(),
         "arguments": sys.argv[1:],
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -34,11 +35,11 @@ def describe_process(training: Mapping[str, Any]) -> dict[str, Any]:
 def first_difference(ours: Any, theirs: Any, path: str = "") -> str | None:
     """Where two descriptions differ first, as "path: expected ..., got ..."; None if nowhere.
 
-    Of files of code, those that both have imported are compared: rank 0 may log more than others.
+    Of modules, those that both have imported are compared: rank 0 may import a logger for itself.
     """
     if isinstance(ours, Mapping) and isinstance(theirs, Mapping):
         keys = dict.fromkeys([*ours, *theirs])
-        if path == "code":
+        if path == "modules":
             keys = [key for key in keys if key in ours and key in theirs]
         for key in keys:
             found = first_difference(ours.get(key), theirs.get(key), f"{path}.{key}".strip("."))
@@ -54,23 +55,23 @@ def first_difference(ours: Any, theirs: Any, path: str = "") -> str | None:
     return None if ours == theirs else f"{path}: expected {ours!r}, got {theirs!r}"
 
 
-def _hash_files() -> dict[str, str]:
-    """Of the script and of what it has imported from its folder, packages that are installed there aside."""
-    script = Path(sys.argv[0])
-    if not script.is_file():
+def _hash_modules() -> dict[str, str]:
+    """Of what was imported from the script's folder, packages that are installed there aside."""
+    if not sys.argv[0] or not Path(sys.argv[0]).is_file():
         return {}
-    files = [
+    folder = Path(sys.argv[0]).resolve().parent
+    files = {
         Path(one.__file__) for one in list(sys.modules.values()) if getattr(one, "__file__", None)
-    ]
-    folder = script.resolve().parent
-    own = {
-        file for file in files if file.is_relative_to(folder) and "site-packages" not in file.parts
     }
     return {
-        str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest()[:16]
-        for file in [script.resolve(), *sorted(own)]
-        if file.is_file()
+        str(file.relative_to(folder)): _hash(file)
+        for file in sorted(files)
+        if file.is_relative_to(folder) and "site-packages" not in file.parts
     }
+
+
+def _hash(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()[:16] if file.is_file() else ""
 
 
 def _processor() -> str:

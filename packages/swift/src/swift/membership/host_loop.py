@@ -23,7 +23,7 @@ _LOOK_S = 0.05
 _QUIET_S = 1.0
 """A used spare is replaced this long after, when the recovery is over."""
 _AGAIN_S = 0.1
-_LATEST_AGAIN_S = 30.0
+_MOST_DOUBLED = 8
 _MOST_KILLED = 5
 """Spares in a row that are killed before they are ready, behind which no more are started."""
 
@@ -122,13 +122,13 @@ class HostLoop:
         """Starts one, or says once why it cannot be, which is no reason to end ranks that train."""
         try:
             self.start(None)
-        except (ConfigError, TimeoutError) as error:
+        except (ConfigError, OSError) as error:
             if not self._num_unstarted:
                 sys.stderr.write(
                     f"meshyard-swift: host {self.launch.host} can start no spare, and will try again: {error}\n"
                 )
             self._num_unstarted += 1
-            self._again_at = time.monotonic() + min(delay_s(self._num_unstarted), _LATEST_AGAIN_S)
+            self._again_at = time.monotonic() + delay_s(min(self._num_unstarted, _MOST_DOUBLED))
             return False
         self._num_unstarted = 0
         return True

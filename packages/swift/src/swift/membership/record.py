@@ -69,7 +69,8 @@ class FailureRecord:
             draw_record(self.failures()[-1], picture)
         except OSError as error:
             sys.stderr.write(
-                f"meshyard-swift: the picture {picture} could not be written: {error}\n"
+                f"meshyard-swift: the picture {picture} could not be written: {error}; the report has its "
+                f"figures\n"
             )
 
     def _write(self, ended: str | None) -> None:

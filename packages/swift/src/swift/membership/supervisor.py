@@ -158,12 +158,14 @@ class Local:
             )
         try:
             pidfd = os.pidfd_open(forked.pid)
-        except ProcessLookupError:
+        except OSError as error:
             ours.close()
+            with suppress(ProcessLookupError):
+                os.kill(forked.pid, signal.SIGKILL)
             raise ConfigError(
-                f"expected process {forked.pid} to run, got its end as it started; see why it was "
-                f"killed (out of memory?)"
-            ) from None
+                f"expected process {forked.pid} to run and to be watched, got {error}; see why it was "
+                f"killed (out of memory?), or allow more open files (ulimit -n)"
+            ) from error
         channel = ControlChannel(ours)
         child = _Child(name, rank, local_rank, forked, channel, pidfd, time.monotonic())
         self._children[name] = child

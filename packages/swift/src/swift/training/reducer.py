@@ -7,12 +7,12 @@ Swift, arXiv 2302.06173). A failure leaves some parameters a step ahead: their m
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shared.comms import Group
 from shared.comms.collectives import Reduction, all_reduce, broadcast, start_all_reduce
@@ -95,8 +95,7 @@ class DataParallel:
         self._run = run
         self._names = [names.get(id(one), f"p{i}") for i, one in enumerate(optimizer.parameters)]
         more = (scaler,) if scaler is not None else ()
-        self._frozen = self._describe_frozen(module, known)
-        self._rest = Rest(module, optimizer.optimizer, (*stateful, *more), frozen=self._frozen)
+        self._rest = Rest(module, optimizer.optimizer, (*stateful, *more))
         self._entries = Entries(self._names, optimizer, self._rest)
         self._is_in_step = False
         self._world: Group | None = None
@@ -141,9 +140,10 @@ class DataParallel:
             self._await(at)
         self._update_together()
 
-    def _describe_frozen(self, module: nn.Module, known: Collection[int]) -> str:
+    def _describe_frozen(self) -> str:
         """Parameters that no step changes: they are not sent, as each rank loads its model's base."""
-        frozen = [one for one in module.parameters() if id(one) not in known]
+        known = {id(one) for one in self.optimizer.parameters}
+        frozen = [one for one in self.module.parameters() if id(one) not in known]
         return f"{len(frozen)} parameters of digest {digest(frozen):016x}"
 
     def _waits_for(self) -> str | None:
@@ -250,13 +250,14 @@ class DataParallel:
     def describe(self) -> Mapping[str, Any]:
         """See `Trainable`."""
         optimizer = self.optimizer.optimizer
+        self._rest.frozen = self._describe_frozen()
         shapes = [
             f"{name} {list(one.shape)} {str(one.dtype).removeprefix('torch.')}"
             for name, one in zip(self._names, self.optimizer.parameters, strict=True)
         ]
         return {
             "parameters": shapes,
-            "frozen": self._frozen,
+            "frozen": self._rest.frozen,
             "buckets": [len(bucket.indices) for bucket in self._buckets],
             "optimizer": f"{type(optimizer).__name__}, {self.optimizer.mode}",
             "clip_norm": self.clip_norm,

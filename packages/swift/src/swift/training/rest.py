@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shared.errors import DataError
 from swift.undo.torch_step import local
@@ -37,52 +37,50 @@ class Stateful(Protocol):
 class Rest:
     """The rest of a rank's state, and its copies as of the beginning of this step and the one before.
 
-    Buffers are looked up in the module whenever they are used, as a forward pass may replace one.
+    Buffers of the module's state dict, as BatchNorm's running means, are looked up whenever they are used, as
+    a forward pass may replace one. Other buffers are constants: tables as the module was built with them.
+
+    Attributes:
+        frozen: describes parameters that no step changes; a state is taken only where it is the same.
     """
 
     def __init__(
         self,
-        module: torch.nn.Module,
+        module: nn.Module,
         optimizer: torch.optim.Optimizer,
         stateful: Sequence[Stateful] = (),
-        frozen: str = "",
     ) -> None:
-        """Keeps nothing yet.
-
-        Args:
-            module: whose buffers are meant.
-            optimizer: whose hyperparameters are.
-            stateful: schedulers and the like.
-            frozen: describes parameters that no step changes; a state is taken only where it is the same.
-        """
-        self._frozen = frozen
+        self.frozen = ""
         self._optimizer = optimizer
         self._stateful = tuple(stateful)
         self._kept: dict[int, Any] = {}
-        self._module = module
-        self._saved = frozenset(module.state_dict())
+        self.rebind(module)
 
-    def rebind(self, module: torch.nn.Module) -> None:
+    def rebind(self, module: nn.Module) -> None:
         """Takes the buffers of a module like the one before, as they are."""
         self._module = module
+        saved = module.state_dict().keys()
+        self._names = [name for name, _ in module.named_buffers()]
+        self._shared = frozenset(self._names) & saved
+        self._constants = {
+            name: local(one) for name, one in module.named_buffers() if name not in saved
+        }
 
     @property
     def buffers(self) -> dict[str, Tensor]:
-        """All buffers by name, of DTensors the parts on this rank."""
-        return {name: local(one) for name, one in self._module.named_buffers()}
+        """All buffers by name that the module was built with, of DTensors the parts on this rank."""
+        live = dict(self._module.named_buffers())
+        return {name: local(live[name]) for name in self._names if name in live}
 
     @property
     def shared_buffers(self) -> list[Tensor]:
-        """Those of the module's state dict, which forward passes change, as BatchNorm its running means.
-
-        All ranks take rank 0's. The other buffers are constants.
-        """
-        return [one for name, one in self.buffers.items() if name in self._saved]
+        """Those that forward passes change; all ranks take rank 0's."""
+        return [one for name, one in self.buffers.items() if name in self._shared]
 
     def keep(self, version: int) -> None:
         """Keeps a copy for `restore`, as of `version` steps, and that of the version before."""
         before = {at: kept for at, kept in self._kept.items() if at == version - 1}
-        self._kept = {**before, version: _copied(self._live())}
+        self._kept = {**before, version: _copied(self._state(self.buffers))}
 
     def restore(self, version: int) -> None:
         """Puts back what `keep` kept of a version."""
@@ -90,33 +88,48 @@ class Rest:
 
     def pack(self) -> Tensor:
         """Everything as bytes, equal where the values are equal."""
-        return pack(self._live())
+        shared = {name: one for name, one in self.buffers.items() if name in self._shared}
+        return pack(self._state({**self._constants, **shared}))
 
     def load(self, packed: Tensor) -> None:
-        """Takes what another rank has packed."""
-        self._load(unpack(packed))
+        """Takes what another rank has packed.
 
-    def _live(self) -> dict[str, Any]:
+        Raises:
+            DataError: it was trained with other frozen parameters.
+        """
+        state = unpack(packed)
+        frozen = state.get("frozen", self.frozen)
+        if frozen != self.frozen:
+            raise DataError(
+                f"expected frozen parameters as the state was trained with, {frozen}, got "
+                f"{self.frozen}; load the same base model before the loop"
+            )
+        with torch.no_grad():
+            for name, constant in self._constants.items():
+                constant.copy_(state["buffers"].pop(name))
+        self._load(state)
+
+    def _state(self, buffers: dict[str, Tensor]) -> dict[str, Any]:
         groups = [
             {name: value for name, value in group.items() if name != "params"}
             for group in self._optimizer.param_groups
         ]
         return {
-            "buffers": self.buffers,
+            "buffers": buffers,
             "groups": groups,
             "stateful": [one.state_dict() for one in self._stateful],
-            "frozen": self._frozen,
+            "frozen": self.frozen,
         }
 
     def _load(self, state: dict[str, Any]) -> None:
-        if state["frozen"] != self._frozen:
-            raise DataError(
-                f"expected frozen parameters as the state was trained with, {state['frozen']}, got "
-                f"{self._frozen}; load the same base model before the loop"
-            )
+        live = self.buffers
         with torch.no_grad():
-            for name, buffer in self.buffers.items():
-                buffer.copy_(state["buffers"][name])
+            for name, saved in state["buffers"].items():
+                if name in live and live[name].shape == saved.shape:
+                    live[name].copy_(saved)
+                else:
+                    path, _, own_name = name.rpartition(".")
+                    setattr(self._module.get_submodule(path), own_name, saved)
         for one, saved in zip(self._stateful, state["stateful"], strict=True):
             one.load_state_dict(saved)
         for group, saved in zip(self._optimizer.param_groups, state["groups"], strict=True):

@@ -11,7 +11,7 @@ meta device, in no time, and the local tensors that the rank has move into it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from itertools import chain
 from typing import Any
@@ -214,7 +214,7 @@ class Sharded(DataParallel):
                     )
         return module, optimizer
 
-    def _describe_frozen(self, module: nn.Module, known: Collection[int]) -> str:
+    def _describe_frozen(self) -> str:
         """They are sent, as a newcomer has no shard of them."""
         return ""
 
