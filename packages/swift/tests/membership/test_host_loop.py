@@ -53,6 +53,9 @@ class StubLocal:
     def fence_silent(self):
         pass
 
+    def next_limit_s(self):
+        return float("inf")
+
 
 class Loop(HostLoop):
     def started(self, name, rank):

@@ -110,6 +110,12 @@ class FirstHost(HostLoop):
         self._listener.close()
         remove_marked_folder(self._folder)
 
+    def next_limit_s(self) -> float:
+        """See `HostLoop`."""
+        now = time.monotonic()
+        left = [one.heard_s + self.launch.heartbeat_s - now for one in self._hosts.values()]
+        return min([super().next_limit_s(), *(one for one in left if one > 0)])
+
     def started(self, name: str, rank: int | None) -> None:
         """See `HostLoop`."""
         self._coordinator.add(Process(name, self.launch.host, rank))

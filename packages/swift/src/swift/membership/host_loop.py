@@ -19,7 +19,7 @@ from swift.membership.supervisor import Ended, Launch, Local
 __all__ = ["HostLoop", "delay_s", "disturb", "environment"]
 
 _LOOK_S = 0.05
-"""Silence is seen this long after the limit at most."""
+"""Time passes in steps of this at most."""
 _QUIET_S = 1.0
 """A used spare is replaced this long after, when the recovery is over."""
 _AGAIN_S = 0.1
@@ -86,7 +86,7 @@ class HostLoop:
     def watch(self, handle: Callable[[Any], None]) -> None:
         """Waits for events, not for long, and handles them; kills processes that are silent."""
         self.check_interrupted()
-        for key, _ in self.selector.select(_LOOK_S):
+        for key, _ in self.selector.select(min(_LOOK_S, self.next_limit_s())):
             kind, what = key.data
             if kind == "says":
                 for message in self.local.receive(what):
@@ -102,6 +102,10 @@ class HostLoop:
             else:
                 handle(key)
         self.local.fence_silent()
+
+    def next_limit_s(self) -> float:
+        """Seconds until somebody who stays silent may be lost."""
+        return self.local.next_limit_s()
 
     def count_spares(self) -> int:
         """Spares of this host that live."""

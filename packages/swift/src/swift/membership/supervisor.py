@@ -223,6 +223,12 @@ class Local:
         """Process id, for signals."""
         return self._children[name].forked.pid
 
+    def next_limit_s(self) -> float:
+        """Seconds until a process that stays silent reaches the limit; those beyond it do not count."""
+        now = time.monotonic()
+        left = [child.heard_s + self._launch.heartbeat_s - now for child in self._children.values()]
+        return min((one for one in left if one > 0), default=float("inf"))
+
     def fence_silent(self) -> None:
         """Kills processes that have sent no heartbeat for too long."""
         now = time.monotonic()
