@@ -18,13 +18,22 @@ from typing import Any
 from peer import HOME
 from shared.comms import NetLab
 
-__all__ = ["Failure", "Job", "Lost", "swift", "swift_on_two_hosts", "torchft", "torchrun"]
+__all__ = [
+    "RECOVER_S",
+    "Failure",
+    "Job",
+    "Lost",
+    "swift",
+    "swift_on_two_hosts",
+    "torchft",
+    "torchrun",
+]
 
 HERE = Path(__file__).parent
 RANKS = {"linear": 3, "minilm": 3, "llama": 4}
 """By kind of model."""
 _LOOK_S = 0.002
-_START_S, _RECOVER_S = 90.0, 60.0
+_START_S, RECOVER_S = 90.0, 60.0
 _REST_S = 8.0
 """Between two kills: dead processes are started again and spares are warm by then."""
 
@@ -167,7 +176,7 @@ class Job:
         working = [line for line in last.values() if line.get("is_part", True)]
         since, begun = len(self.lines), time.monotonic()
         victims = fault(sorted(working, key=lambda line: line["rank"]))
-        back = self.wait_for(target, {*gone, *victims}, _RECOVER_S, since)
+        back = self.wait_for(target, {*gone, *victims}, RECOVER_S, since)
         survivors = [pid for pid in last if pid not in victims and Path(f"/proc/{pid}").exists()]
         stalls = []
         for pid in survivors:
@@ -182,10 +191,10 @@ class Job:
         Who was a step ahead as the fault came, is at the step that all come back to before its stall, and
         may finish the next one after the newcomer.
         """
-        end = time.monotonic() + _RECOVER_S
+        end = time.monotonic() + RECOVER_S
         while not (times := self._times(pid)) or times[-1] <= second:
             if time.monotonic() > end:
-                raise Lost(f"process {pid} finished no step behind the others in {_RECOVER_S:g} s")
+                raise Lost(f"process {pid} finished no step behind the others in {RECOVER_S:g} s")
             time.sleep(_LOOK_S)
             self.look()
         return times[: bisect_right(times, second) + 1]

@@ -296,7 +296,7 @@ def test_losses_without_a_step_between_them_stop_the_run():
 
 @pytest.mark.parametrize("given", [{"timeout_s": 0.0}, {"wait_s": -1.0}])
 def test_limits_are_above_zero(given):
-    with pytest.raises(ConfigError, match="expected --timeout and --wait above 0 s, got"):
+    with pytest.raises(ConfigError, match="expected a --timeout above 0 s and a --wait of at"):
         Settings(num_ranks=3, min_ranks=3, **given)
 
 

@@ -167,7 +167,8 @@ def test_a_host_that_is_cut_off_on_purpose_comes_back(monkeypatch):
 
     monkeypatch.setattr(host_loop.subprocess, "run", run)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "veth7")
-    host_loop.disturb(None, {"kind": "cut", "seconds": 0.05})
+    no_processes = object.__new__(host_loop.Local)
+    host_loop.disturb(no_processes, {"kind": "cut", "seconds": 0.05})
     link = ["ip", "link", "set", "dev", "veth7"]
     assert commands == [[*link, "down"]]
     assert is_up.wait(10)

@@ -137,7 +137,7 @@ def test_helpers_and_joined_stages_replay_bit_for_bit(driver, tmp_path, undistur
     ("options", "why"),
     [
         ({"is_logged": False}, "nothing is logged"),
-        ({"log": {"budget": "2KiB"}}, "the budget of 2 KiB is used up"),
+        ({"log": {"budget": "2KiB"}}, "the budget of 2.00 KiB is used up"),
     ],
     ids=["no log", "budget"],
 )

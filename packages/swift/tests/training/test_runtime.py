@@ -1,17 +1,22 @@
 """The loop of a run whose ranks have done all steps."""
 
-from types import SimpleNamespace
-
 import pytest
+import torch
 
+import swift
 from shared.errors import ConfigError
+from swift.membership.member import Membership
 from swift.training.runtime import Run
 
 
 def test_a_second_loop_is_refused():
     """Its ranks are released already: it would train nothing."""
-    run = Run(SimpleNamespace(rank=0, world_size=1, is_released=True))
+    member = object.__new__(Membership)
+    member.rank, member.world_size, member._is_released = 0, 1, True
+    run = Run(member)
+    model = torch.nn.Linear(2, 2)
+    dp = swift.DataParallel(model, swift.undoable(torch.optim.SGD(model.parameters())), run)
     with pytest.raises(
         ConfigError, match=r"expected one run.loop in a run, got a second one; train"
     ):
-        run.loop(lambda step: None, None, until=1)
+        run.loop(lambda step: None, dp, until=1)

@@ -48,10 +48,10 @@ class Settings:
             raise ConfigError(
                 f"min_ranks: expected 1 to the {self.num_ranks} ranks, got {self.min_ranks}"
             )
-        if self.timeout_s <= 0 or self.wait_s <= 0:
+        if self.timeout_s <= 0 or self.wait_s < 0:
             raise ConfigError(
-                f"expected --timeout and --wait above 0 s, got {self.timeout_s:g} and {self.wait_s:g}; "
-                f"leave them out for 600 and 300"
+                f"expected a --timeout above 0 s and a --wait of at least 0 s, got {self.timeout_s:g} and "
+                f"{self.wait_s:g}; leave them out for 600 and 300"
             )
 
 
