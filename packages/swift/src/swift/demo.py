@@ -37,6 +37,11 @@ _TORCHRUN = (
     *("torch.distributed.run", "--standalone", "--max-restarts", "3"),
     *("--monitor-interval", "0.1"),
 )
+_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    # Workers that torchrun starts again would find the addresses of those before in its own store.
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+}
 _SCRIPT = Path(__file__).parent / "training" / "verses.py"
 
 
@@ -195,17 +200,20 @@ class _Training:
                 [sys.executable, "-m", *launcher, *script],
                 stdout=log,
                 stderr=log,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                env={**os.environ, **_ENVIRONMENT},
             )
 
     def wait(self) -> DemoTraining:
         try:
-            status = self._process.wait(_LIMIT_S)
+            ended = f"ended with status {self._process.wait(_LIMIT_S)}"
+        except subprocess.TimeoutExpired:
+            ended = f"did not end in {_LIMIT_S:g} s"
         finally:
             self._process.kill()
+            status = self._process.wait()
         if status:
             words = self._log.read_text(encoding="utf-8", errors="replace")
-            raise MeshyardError(f"the demo's training ended with status {status}: {words[-2000:]}")
+            raise MeshyardError(f"the demo's training {ended}; its last words: {words[-2000:]}")
         digests: dict[int, str] = {}
         steps: dict[int, list[tuple[int, int, float]]] = {}
         for path in self._folder.glob("*.jsonl"):

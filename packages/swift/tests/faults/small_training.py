@@ -129,7 +129,7 @@ def main() -> None:
                 raise
         schedule.step()
         if given.get("strays") == [run.rank, i]:
-            model[0].weight.data.view(torch.int32)[0, 0] ^= 1
+            next(model.parameters()).data.view(torch.int32)[0, 0] ^= 1
         time.sleep(given.get("step_s", 0.0))
 
     every = given.get("checkpoint")

@@ -19,12 +19,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import swift
+from shared.comms.init import init_from_env, leave
 from shared.errors import DataError
 from shared.kernels.digest import digest
 from swift.injection import Fault, arm
@@ -121,8 +121,8 @@ class _Lines:
 
 
 def _train_under_torchrun(folder: Path, steps: int, kills: Sequence[int], lines: _Lines) -> None:
-    dist.init_process_group("gloo")
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    group = init_from_env(backend="gloo")
+    rank, world_size = group.rank, group.world_size
     place = SimpleNamespace(rank=rank, world_size=world_size, reads_whole_batches=False)
     data = swift.StepData(_read_verses(), global_batch=_GLOBAL_BATCH, seed=0, run=place)
     model = _make_model()
@@ -150,7 +150,7 @@ def _train_under_torchrun(folder: Path, steps: int, kills: Sequence[int], lines:
             torch.save(held, saved.with_suffix(".new"))
             os.replace(saved.with_suffix(".new"), saved)
     lines.note_state(rank, steps, list(model.parameters()))
-    dist.destroy_process_group()
+    leave()
 
 
 def _main() -> None:
