@@ -137,7 +137,7 @@ def states(folder):
 
 def wait_for_step(folder, step):
     deadline = time.monotonic() + LIMIT_S
-    while not (folder / "states").exists() or max(states(folder)) < step:
+    while not (folder / "states").exists() or max(states(folder), default=-1) < step:
         assert time.monotonic() < deadline
         time.sleep(0.02)
 

@@ -71,3 +71,4 @@ def test_a_host_that_was_stopped_comes_back_with_spares(driver, tmp_path):
     assert launching.states(folder) == launching.states(tmp_path / "whole")
     (failure,) = launching.failures(folder)
     assert sorted(one["rank"] for one in failure["lost"]) == [2, 3]
+    assert all(rank["seconds"]["detect"] < 4 * HEARTBEAT_S for rank in failure["ranks"].values())
