@@ -318,6 +318,9 @@ def test_ranks_that_are_lost_at_once_are_one_failure():
     assert sorted(
         one.rank for one in coordinator.processes.values() if one.rank is not None
     ) == list(range(8))
+    # So is one of the first ones that is lost later.
+    coordinator.lose(["r7"], KILLED, None, 9.0)
+    assert "ranks were lost 4 times at step 0 and none got past it" in coordinator.ended
 
 
 def test_a_spare_that_is_ready_before_the_ranks_is_compared_with_them():
