@@ -78,7 +78,8 @@ def shortest_heartbeat(kind, root):
             reached, is_alive = 0, True
             while is_alive and reached < UNDISTURBED[kind]:
                 with suppress(contest.Lost):
-                    job.wait_for(reached + 20, set(), end - time.monotonic())
+                    next_look = min(reached + 20, UNDISTURBED[kind])
+                    job.wait_for(next_look, set(), end - time.monotonic())
                 if time.monotonic() > end:
                     raise contest.Lost(
                         f"torchft's groups made {reached} of {UNDISTURBED[kind]} steps in 400 s, none was "

@@ -20,9 +20,10 @@ from small_stages import (
 from torch import nn
 
 from shared.comms import Group, RankPool
+from shared.comms.init import alone
 from shared.errors import ConfigError, DataError
 from shared.kernels.philox import stream_key
-from swift import Stage, undoable
+from swift import BoundaryLog, Stage, undoable
 from swift.pipeline.records import Key, Kind
 from swift.pipeline.stage import PipelineStage
 
@@ -259,3 +260,20 @@ def test_a_stage_that_is_used_before_the_loop_says_where_it_is_built():
             ConfigError, match=r"expected the stage inside run.loop, where it is built"
         ):
             use()
+
+
+def test_a_checkpoint_that_is_told_twice_costs_no_log(tmp_path):
+    """As after a recovery to its step: the interval before it is kept all the same."""
+    run = SimpleNamespace(rank=0, world_size=1, reads_whole_batches=False)
+    stage = Stage(
+        lambda index: build(index, 1), run, loss=loss_of, micro_batches=2, log=BoundaryLog(tmp_path)
+    )
+    with alone() as group:
+        stage.assign(0, 1)
+        stage.regroup(group)
+        for step in (4, 8, 8):
+            stage.committed(step)
+        left = sorted(path.name for path in tmp_path.rglob("*.log"))
+        stage.close()
+    assert left == ["000001.log", "000002.log"]
+    assert list(tmp_path.iterdir()) == []
