@@ -75,7 +75,7 @@ def shortest_heartbeat(kind, root):
             ) as job,
         ):
             end = time.monotonic() + 400.0
-            reached, is_alive = 0, True
+            reached, is_alive = 20, True
             while is_alive and reached < UNDISTURBED[kind]:
                 with suppress(contest.Lost):
                     next_look = min(reached + 20, UNDISTURBED[kind])
