@@ -20,7 +20,7 @@ from small_stages import (
 from torch import nn
 
 from shared.comms import Group, RankPool
-from shared.comms.init import alone
+from shared.comms import init as worlds
 from shared.errors import ConfigError, DataError
 from shared.kernels.philox import stream_key
 from swift import BoundaryLog, Stage, undoable
@@ -268,7 +268,7 @@ def test_a_checkpoint_that_is_told_twice_costs_no_log(tmp_path):
     stage = Stage(
         lambda index: build(index, 1), run, loss=loss_of, micro_batches=2, log=BoundaryLog(tmp_path)
     )
-    with alone() as group:
+    with worlds.alone() as group:
         stage.assign(0, 1)
         stage.regroup(group)
         for step in (4, 8, 8):
