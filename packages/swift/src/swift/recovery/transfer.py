@@ -20,6 +20,11 @@ __all__ = ["Fetch", "Movable", "Share", "list_fetches", "move", "plan_shares"]
 
 _LEAST_BYTES = 1 << 18
 """Below it a tensor is not divided among its holders."""
+_DIRECT_BYTES = 1 << 20
+"""From it on a tensor's shares are messages of their own, from where they are held to where they are wanted.
+
+Packing all into one message copies every byte twice more, into memory that is mapped for it.
+"""
 
 
 @runtime_checkable
@@ -146,7 +151,8 @@ def move(
     Raises:
         CommError: a rank was lost.
     """
-    moves: list[reshard.Move] = []
+    direct: list[reshard.Move] = []
+    packed: list[reshard.Move] = []
     filled: list[tuple[int, dict[str, Tensor]]] = []
     received = 0
     last = len(trainable.versions()) - 1
@@ -171,7 +177,8 @@ def move(
             flat = places[name].reshape(-1)
             shares = plan_shares(fetch, flat.numel(), flat.element_size(), number)
             whole = (Box((0,), (flat.numel(),)), flat)
-            moves.append(
+            num_bytes = flat.numel() * flat.element_size()
+            (direct if num_bytes >= _DIRECT_BYTES and fetch.entry != last else packed).append(
                 reshard.Move(
                     transfers=[
                         reshard.Transfer(s.src, s.dst, Box((s.start,), (s.length,))) for s in shares
@@ -180,11 +187,13 @@ def move(
                     wanted=[whole] if is_mine else [],
                 )
             )
-            received += flat.numel() * flat.element_size() if is_mine else 0
+            received += num_bytes if is_mine else 0
         if is_mine:
             filled.append((fetch.entry, places))
     reach("transfer")
-    reshard.run(group, moves, phase="refill")
+    for one in direct:
+        reshard.run(group, [one], phase="refill")
+    reshard.run(group, packed, phase="refill")
     for entry, places in filled:
         trainable.fill(entry, places, target)
     return received

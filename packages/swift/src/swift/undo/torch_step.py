@@ -15,6 +15,15 @@ __all__ = ["local", "new_state", "numbers", "part_of", "state_tensors", "step_on
 
 Group = dict[str, Any]
 
+_ELEMENTWISE = (
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.RMSprop,
+    torch.optim.Adagrad,
+)
+"""Their state of a parameter is scalars, and tensors like it."""
+
 
 def local(tensor: Any) -> Tensor:
     """The memory of a tensor, without autograd; of a DTensor this rank's part."""
@@ -66,9 +75,22 @@ def step_only(optimizer: Optimizer, group: Group, parameters: Sequence[Parameter
 
 
 def new_state(optimizer: Optimizer, group: Group, parameter: Parameter) -> dict[str, Any]:
-    """The state that torch makes in a parameter's first step; its values are arbitrary."""
-    twin = Parameter(torch.zeros_like(parameter))
-    twin.grad = torch.zeros_like(parameter)
+    """The state that torch makes in a parameter's first step, with averages of 0; other values are arbitrary."""
+    if type(optimizer) not in _ELEMENTWISE or hasattr(parameter, "to_local"):
+        return _step_twin(optimizer, group, torch.zeros_like(parameter))
+    # A step of a large tensor takes as long as its transfer.
+    small = torch.zeros(2, dtype=parameter.dtype, device=parameter.device)
+    return {
+        name: torch.zeros_like(parameter, requires_grad=False, dtype=one.dtype)
+        if isinstance(one, Tensor) and one.shape == small.shape
+        else one
+        for name, one in _step_twin(optimizer, group, small).items()
+    }
+
+
+def _step_twin(optimizer: Optimizer, group: Group, value: Tensor) -> dict[str, Any]:
+    twin = Parameter(value)
+    twin.grad = torch.zeros_like(value)
     part = _part_of(optimizer, group, [twin])
     part.state = defaultdict(dict)
     type(optimizer).step(part)
