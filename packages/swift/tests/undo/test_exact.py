@@ -216,6 +216,19 @@ def test_other_types_and_sparse_gradients_go_by_copies(name, caplog):
         assert bits(opt.optimizer) == before
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", [*INVERTED, *COPIED])
+def test_a_newcomers_state_has_the_names_shapes_and_types_of_a_step(name, dtype):
+    make = (INVERTED | COPIED)[name]
+    stepped, fresh = (undoable(make(make_parameters(dtype))) for _ in range(2))
+    run_steps(stepped, [0])
+    for index in range(len(stepped.marks)):
+        made, expected = fresh.prepare(index), stepped.state_of(index)
+        assert list(made) == list(expected)
+        for key, one in made.items():
+            assert (one.shape, one.dtype) == (expected[key].shape, expected[key].dtype), key
+
+
 def test_memory_for_undoing_is_as_said():
     count = 100_000
     opt = undoable(torch.optim.AdamW([torch.nn.Parameter(torch.randn(count))], lr=1e-3))
