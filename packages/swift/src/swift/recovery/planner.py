@@ -46,8 +46,8 @@ def decide(
     Let t+1 be the newest version that any surviving parameter has. A set reaches t+1 when one of
     its ranks holds all parameters at t+1 (the others fetch), and t when every parameter is at t or
     t+1 on some rank (those at t+1 are undone, or fetched where undo is inexact, and those behind are
-    fetched). A set whose ranks reach neither replays its logs, if they reach t+1. The target is the newest version that all sets
-    reach; a set that reaches none leaves only the last checkpoint.
+    fetched). A set whose ranks reach neither replays its logs, if they reach t+1. The target is the
+    newest version that all sets reach; a set that reaches none leaves only the last checkpoint.
 
     After "SWIFT: Expedited Failure Recovery for Large-scale DNN Training" (arXiv 2302.06173), with
     versions a parameter in place of one a rank. O(number of versions).
