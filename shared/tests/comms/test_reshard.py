@@ -132,8 +132,13 @@ def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(one, two)
 
 
-def moving(tensors: list[tuple[tuple, torch.dtype, str, str]]) -> tuple[int, int, int, int]:
-    """Moves tensors of all kinds together; bytes planned and counted, sent and received."""
+def moving(
+    tensors: list[tuple[tuple, torch.dtype, str, str]], is_begun_first: bool
+) -> tuple[int, int, int, int]:
+    """Moves tensors of all kinds together; bytes planned and counted, sent and received.
+
+    Or each by itself, with all begun before the first is waited for.
+    """
     group = Group.world()
     rank, size = group.rank, group.world_size
     moves, checks, load, expected = [], [], [0] * size, 0
@@ -149,7 +154,11 @@ def moving(tensors: list[tuple[tuple, torch.dtype, str, str]]) -> tuple[int, int
         moves.append(Move(transfers=transfers, held=mine, wanted=places))
         checks += [(place, full[box.within(whole(shape))]) for box, place in places]
     before = group.ledger.snapshot()
-    reshard.run(group, moves, "moving")
+    if is_begun_first:
+        for begun in [reshard.start(group, [move], "moving") for move in moves]:
+            begun.wait()
+    else:
+        reshard.run(group, moves, "moving")
     moved = group.ledger.snapshot().diff(before).by_phase().get("moving")
     assert checks
     assert all(same_bytes(place, values) for place, values in checks)
@@ -168,11 +177,13 @@ KINDS = [
 ]
 
 
-def test_moved_values_and_bytes_are_those_planned(pool_of_four):
-    for planned, sent, expected, received in pool_of_four.run(moving, KINDS).results:
+@pytest.mark.parametrize("is_begun_first", [False, True])
+def test_moved_values_and_bytes_are_those_planned(pool_of_four, is_begun_first):
+    results = pool_of_four.run(moving, KINDS, is_begun_first).results
+    for planned, sent, expected, received in results:
         assert planned == sent
         assert expected == received
-    assert sum(r[0] for r in pool_of_four.run(moving, KINDS).results) > 0
+    assert sum(result[0] for result in results) > 0
 
 
 def rounds_under_way() -> int:

@@ -19,6 +19,10 @@ class StubLocal:
     def __init__(self, selector):
         self.selector, self.living, self.ended, self.said = selector, {}, {}, []
         self.pair = socket.socketpair()
+        self.recovers = False
+
+    def is_recovering(self):
+        return self.recovers
 
     def start(self, rank):
         name = f"0.{len(self.living) + len(self.ended)}"
@@ -196,3 +200,38 @@ def test_a_spare_that_cannot_be_started_is_tried_again_later(
     refill(loop, clock)
     assert len(spares(loop)) == 2
     assert loop.can_replace
+
+
+def use_a_spare(loop):
+    loop.refill(0)
+    loop.local.living[spares(loop)[0]] = 0
+    loop.local.recovers = True
+
+
+def spares_after(loop, clock, seconds):
+    clock(seconds)
+    loop.refill(0)
+    return len(spares(loop))
+
+
+def test_a_used_spare_is_replaced_once_the_recovery_is_over(loop, clock):
+    use_a_spare(loop)
+    assert [spares_after(loop, clock, 2.0) for _ in range(3)] == [1, 1, 1]
+    loop.local.recovers = False
+    assert spares_after(loop, clock, 0.0) == 2
+
+
+def test_a_used_spare_is_not_replaced_within_a_second(loop, clock):
+    use_a_spare(loop)
+    loop.local.recovers = False
+    assert [spares_after(loop, clock, 0.45) for _ in range(3)] == [1, 1, 2]
+
+
+def test_a_used_spare_is_replaced_in_a_recovery_that_does_not_end_or_that_waits_for_one(
+    loop, clock
+):
+    use_a_spare(loop)
+    assert [spares_after(loop, clock, 4.9) for _ in range(3)] == [1, 1, 2]
+    use_a_spare(loop)
+    loop.refill(1)
+    assert len(spares(loop)) == 2

@@ -135,13 +135,19 @@ def fetch_a_step():
             rest_bytes=sizes.rest_bytes, num_tensors=sizes.num_tensors,
         )  # fmt: skip
 
-    run = reshard.run
+    start, begun = reshard.start, []
 
-    def lose_behind_all_messages(*args, **more):
-        run(*args, **more)
-        raise CommError("lost")
+    class LostBehindAll:
+        def __init__(self, *args):
+            begun.append(self)
+            self.messages = start(*args)
 
-    for what, happens in [("reach", CommError("lost")), ("reshard.run", lose_behind_all_messages)]:
+        def wait(self):
+            self.messages.wait()
+            if self is begun[-1]:
+                raise CommError("lost")
+
+    for what, happens in [("reach", CommError("lost")), ("reshard.start", LostBehindAll)]:
         with (
             patch(f"swift.recovery.transfer.{what}", side_effect=happens),
             pytest.raises(CommError),

@@ -198,3 +198,21 @@ def test_frozen_parameters_tell_ranks_apart_that_have_others():
         told.append(dp.describe()["frozen"])
     assert told[0] == told[1] != told[2]
     assert all(one.startswith("2 parameters of digest ") for one in told)
+
+
+def test_a_spare_has_memory_for_state_that_goes_where_no_step_was_made():
+    model = Net()
+    run = SimpleNamespace(rank=0, world_size=1, reads_whole_batches=False)
+    spare = SimpleNamespace(rank=None, world_size=1, reads_whole_batches=False)
+    kept = []
+    for place in (run, spare):
+        dp = swift.DataParallel(model, swift.undoable(torch.optim.AdamW(model.parameters())), place)
+        dp.warm()
+        entries = range(len(dp.versions()) - 1)
+        kept.append({len(dp.state_of(entry)) for entry in entries})
+        assert dp.versions() == [0] * (len(entries) + 1)
+    assert kept == [{1}, {4}]
+    places = [dp.state_of(entry) for entry in entries]
+    for entry in entries:
+        dp.fill(entry, dict(list(places[entry].items())[:1]), 0)
+    assert not dp.optimizer.optimizer.state

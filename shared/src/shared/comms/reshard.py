@@ -25,7 +25,7 @@ from shared.comms.rounds import PendingRounds, Round
 from shared.errors import ConfigError, DataError
 from shared.topology.boxes import Box, intersect, subtract
 
-__all__ = ["Move", "Transfer", "plan", "run", "sent_bytes"]
+__all__ = ["Move", "Resharding", "Transfer", "plan", "run", "sent_bytes", "start"]
 
 
 class Transfer(NamedTuple):
@@ -170,36 +170,116 @@ def run(
         DataError: a rank's held or wanted boxes do not contain those of the transfers.
         CommError: a peer died or the timeout passed.
     """
-    rank, size = group.rank, group.world_size
-    outgoing, incoming = _by_peer(moves, rank)
-    # Sources and targets are looked up, and DataErrors raised, before the first message.
-    sending = {
-        peer: [_place(move.held, box) for move, box in boxes] for peer, boxes in outgoing.items()
-    }
-    landing = {
-        peer: [_place(move.wanted, box) for move, box in boxes] for peer, boxes in incoming.items()
-    }
-    # Given all ranks' transfers, all ranks send or none does, and all then connect.
-    sends = any(src != dst for move in moves for src, dst, _ in move.transfers)
-    under_way: list[tuple[PendingRounds, Tensor, Sequence[Tensor]]] = []
-    for shift in range(1, size) if sends else ():
-        to, origin = (rank + shift) % size, (rank - shift) % size
-        buffer, targets = _landing_place(landing.get(origin, []), group.device)
+    messages = _Messages(group, moves, phase, lane)
+    under_way: list[_Landing] = []
+    for shift in messages.shifts:
+        under_way.append(messages.post(shift))
+        if len(under_way) > 1:
+            under_way.pop(0).wait()
+    # What stays on this rank is copied while the last round is under way.
+    messages.copy_local()
+    for waiting in under_way:
+        waiting.wait()
+
+
+class Resharding:
+    """Transfers that are under way, as `start` begins them.
+
+    Args:
+        under_way: messages, in the order in which they arrive.
+    """
+
+    def __init__(self, under_way: Sequence[_Landing]) -> None:
+        self._under_way = under_way
+
+    def wait(self) -> None:
+        """Blocks until all that this rank wants is where it is wanted.
+
+        Raises:
+            CommError: a peer died or the timeout passed.
+        """
+        for waiting in self._under_way:
+            waiting.wait()
+
+
+def start(group: Group, moves: Sequence[Move], phase: str | None = None) -> Resharding:
+    """Begins the transfers that `run` makes, and returns at once; they queue behind those begun before.
+
+    Messages are packed when their turn comes. All that arrive have buffers from now on, except
+    those of one contiguous box.
+
+    Raises:
+        DataError: a rank's held or wanted boxes do not contain those of the transfers.
+    """
+    messages = _Messages(group, moves, phase, "rounds")
+    under_way = [messages.post(shift) for shift in messages.shifts]
+    messages.copy_local()
+    return Resharding(under_way)
+
+
+class _Landing(NamedTuple):
+    """A round under way, and where what it receives belongs: nowhere else if there are no targets."""
+
+    pending: PendingRounds
+    buffer: Tensor
+    targets: Sequence[Tensor]
+
+    def wait(self) -> None:
+        self.pending.wait_all()
+        begin = 0
+        for target in self.targets:
+            end = begin + target.numel() * target.element_size()
+            values = self.buffer[begin:end]
+            # Behind values of a shorter type they need not be aligned for theirs.
+            if begin % target.element_size():
+                values = values.clone()
+            target.copy_(values.view(target.dtype).view(target.shape))
+            begin = end
+
+
+class _Messages:
+    """This rank's messages; sources and targets are looked up before the first of them.
+
+    Attributes:
+        shifts: of the ring rounds; none if nothing is sent.
+    """
+
+    def __init__(self, group: Group, moves: Sequence[Move], phase: str | None, lane: str) -> None:
+        outgoing, incoming = _by_peer(moves, group.rank)
+        self._sending = {
+            peer: [_place(move.held, box) for move, box in boxes]
+            for peer, boxes in outgoing.items()
+        }
+        self._landing = {
+            peer: [_place(move.wanted, box) for move, box in boxes]
+            for peer, boxes in incoming.items()
+        }
+        self._group, self._phase, self._lane = group, phase, lane
+        # Given all ranks' transfers, all ranks send or none does, and all then connect.
+        sends = any(src != dst for move in moves for src, dst, _ in move.transfers)
+        self.shifts = range(1, group.world_size if sends else 1)
+
+    def post(self, shift: int) -> _Landing:
+        """Posts what goes to the rank `shift` places further, and what comes from as many before."""
+        group = self._group
+        to, origin = ((group.rank + one) % group.world_size for one in (shift, -shift))
+        buffer, targets = _landing_place(self._landing.get(origin, []), group.device)
         item = Round(
             send_to=to,
-            send=partial(_packed, sending.get(to, ()), group.device),
+            send=partial(_packed, self._sending.get(to, ()), group.device),
             recv_from=origin,
             recv=buffer,
         )
-        pending = post_rounds(group, [item], phase, op="reshard", lane=lane)
-        under_way.append((pending, buffer, targets))
-        if len(under_way) > 1:
-            _land(*under_way.pop(0))
-    # What stays on this rank is copied while the last round is under way.
-    for target, value in zip(landing.get(rank, ()), sending.get(rank, ()), strict=True):
-        target.copy_(value)
-    for waiting in under_way:
-        _land(*waiting)
+        pending = post_rounds(group, [item], self._phase, op="reshard", lane=self._lane)
+        return _Landing(pending, buffer, targets)
+
+    def copy_local(self) -> None:
+        """Copies what stays on this rank."""
+        rank = self._group.rank
+        for target, value in zip(
+            self._landing.get(rank, ()), self._sending.get(rank, ()), strict=True
+        ):
+            target.copy_(value)
 
 
 def _by_peer(
@@ -252,16 +332,3 @@ def _bytes_of(value: Tensor) -> Tensor:
         # Flattening a column keeps its stride, and only contiguous elements can be viewed as bytes.
         flat = flat.clone(memory_format=torch.contiguous_format)
     return flat.view(torch.uint8)
-
-
-def _land(pending: PendingRounds, buffer: Tensor, targets: Sequence[Tensor]) -> None:
-    pending.wait_all()
-    start = 0
-    for target in targets:
-        end = start + target.numel() * target.element_size()
-        values = buffer[start:end]
-        # Behind values of a shorter type they need not be aligned for theirs.
-        if start % target.element_size():
-            values = values.clone()
-        target.copy_(values.view(target.dtype).view(target.shape))
-        start = end

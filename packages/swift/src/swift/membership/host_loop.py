@@ -21,7 +21,9 @@ __all__ = ["HostLoop", "delay_s", "disturb", "environment"]
 _LOOK_S = 0.05
 """Time passes in steps of this at most."""
 _QUIET_S = 1.0
-"""A used spare is replaced this long after, when the recovery is over."""
+"""A used spare is replaced this long after at the earliest."""
+_LONGEST_WAIT_S = 10.0
+"""It waits for the end of the recovery, whose cores a script that starts would take; this long at most."""
 _AGAIN_S = 0.1
 _MOST_DOUBLED = 8
 _MOST_KILLED = 5
@@ -56,7 +58,7 @@ class HostLoop:
         self.can_replace = True
         """Whether a process that is started would become a spare, for all that is known."""
         self._num_killed = self._num_unstarted = 0
-        self._replace_at = 0.0
+        self._full_at = 0.0
         self._again_at = 0.0
         self._woken, self._wakes = socket.socketpair()
         self._interrupted = 0
@@ -116,8 +118,11 @@ class HostLoop:
         now = time.monotonic()
         missing = max(self.num_spares, num_waiting) - self.count_spares()
         if missing <= 0:
-            self._replace_at = now + _QUIET_S
-        elif now > (self._again_at if num_waiting else max(self._again_at, self._replace_at)):
+            self._full_at = now
+            return
+        missing_s = now - self._full_at
+        waits = missing_s < _QUIET_S or (missing_s < _LONGEST_WAIT_S and self.local.is_recovering())
+        if now > self._again_at and (num_waiting or not waits):
             for _ in range(missing):
                 if not self._try_to_start_spare():
                     break

@@ -107,6 +107,7 @@ class _Child:
     heard_s: float
     is_ready: bool = False
     is_named: bool = False
+    is_recovering: bool = False
     silent_s: float = 0.0  # when it was killed for it
 
 
@@ -178,6 +179,7 @@ class Local:
         if name in self._children:
             if message["kind"] in ("world", "interrupt"):
                 self._children[name].rank = message["rank"]
+                self._children[name].is_recovering = message["kind"] == "world"
             self._children[name].channel.send(message)
 
     def receive(self, name: str) -> list[dict[str, Any]]:
@@ -190,7 +192,13 @@ class Local:
             self._selector.unregister(child.channel)  # `ended` follows
         child.heard_s = time.monotonic()
         child.is_ready = child.is_ready or any(one["kind"] == "ready" for one in messages)
+        if any(one["kind"] == "beat" and "epoch" in one for one in messages):
+            child.is_recovering = False  # it has done a step in its world
         return messages
+
+    def is_recovering(self) -> bool:
+        """Whether a process of this host has a new world, and has done no step in it."""
+        return any(child.is_recovering for child in self._children.values())
 
     def reap(self, name: str) -> Ended:
         """Forgets a process that has ended."""

@@ -20,11 +20,13 @@ __all__ = ["Fetch", "Movable", "Share", "list_fetches", "move", "plan_shares"]
 
 _LEAST_BYTES = 1 << 18
 """Below it a tensor is not divided among its holders."""
-_DIRECT_BYTES = 1 << 20
+_LARGE_BYTES = 1 << 20
 """From it on a tensor's shares are messages of their own, from where they are held to where they are wanted.
 
-Packing all into one message copies every byte twice more, into memory that is mapped for it.
+Packing them copies every byte twice more, into memory that is mapped for it.
 """
+_BATCH = 16
+"""Entries whose small tensors are packed together. Their messages are under way while the next are prepared."""
 
 
 @runtime_checkable
@@ -151,49 +153,58 @@ def move(
     Raises:
         CommError: a rank was lost.
     """
-    direct: list[reshard.Move] = []
-    packed: list[reshard.Move] = []
-    filled: list[tuple[int, dict[str, Tensor]]] = []
-    received = 0
-    last = len(trainable.versions()) - 1
-    for fetch in fetches:
-        is_mine = fetch.dst == group.rank
-        if fetch.entry == last:
-            # Packed, it may have another length on each rank: the named one alone sends it.
-            fetch = fetch._replace(holders=fetch.holders[:1])
-        if not is_mine and group.rank not in fetch.holders:
-            continue
-        if not is_mine:
-            places = trainable.state_of(fetch.entry)
-        elif fetch.entry == last:
-            places = {"rest": torch.empty(rest_bytes[fetch.holders[0]], dtype=torch.uint8)}
-        else:
-            count = num_tensors[fetch.holders[0]][fetch.entry]
-            wanted = trainable.prepare if is_lost else trainable.allocate
-            places = dict(list(wanted(fetch.entry).items())[:count])
-        for number, (name, tensor) in enumerate(places.items()):
-            if is_mine and not tensor.is_contiguous():
-                places[name] = torch.empty_like(tensor, memory_format=torch.contiguous_format)
-            flat = places[name].reshape(-1)
-            shares = plan_shares(fetch, flat.numel(), flat.element_size(), number)
-            whole = (Box((0,), (flat.numel(),)), flat)
-            num_bytes = flat.numel() * flat.element_size()
-            (direct if num_bytes >= _DIRECT_BYTES and fetch.entry != last else packed).append(
-                reshard.Move(
-                    transfers=[
-                        reshard.Transfer(s.src, s.dst, Box((s.start,), (s.length,))) for s in shares
-                    ],
-                    held=[] if is_mine else [whole],
-                    wanted=[whole] if is_mine else [],
-                )
-            )
-            received += num_bytes if is_mine else 0
-        if is_mine:
-            filled.append((fetch.entry, places))
     reach("transfer")
-    for one in direct:
-        reshard.run(group, [one], phase="refill")
-    reshard.run(group, packed, phase="refill")
-    for entry, places in filled:
+    last = len(trainable.versions()) - 1
+    begun: list[reshard.Resharding] = []
+    taken: list[tuple[int, dict[str, Tensor]]] = []
+    # By number alone: a rank does not know the sizes of what others send to each other.
+    for first in range(0, len(fetches), _BATCH):
+        large: list[reshard.Move] = []
+        small: list[reshard.Move] = []
+        for fetch in fetches[first : first + _BATCH]:
+            is_mine = fetch.dst == group.rank
+            if fetch.entry == last:
+                # Packed, it may have another length on each rank: the named one alone sends it.
+                fetch = fetch._replace(holders=fetch.holders[:1])
+            if not is_mine and group.rank not in fetch.holders:
+                continue
+            if not is_mine:
+                places = trainable.state_of(fetch.entry)
+            elif fetch.entry == last:
+                places = {"rest": torch.empty(rest_bytes[fetch.holders[0]], dtype=torch.uint8)}
+            else:
+                count = num_tensors[fetch.holders[0]][fetch.entry]
+                wanted = trainable.prepare if is_lost else trainable.allocate
+                places = {
+                    name: one.contiguous()
+                    for name, one in list(wanted(fetch.entry).items())[:count]
+                }
+            if is_mine:
+                taken.append((fetch.entry, places))
+            for number, tensor in enumerate(places.values()):
+                flat = tensor.reshape(-1)
+                (large if _num_bytes(flat) >= _LARGE_BYTES else small).append(
+                    _plan_move(fetch, number, flat, is_mine=is_mine)
+                )
+        begun += [
+            reshard.start(group, each, "refill") for each in (*([one] for one in large), small)
+        ]
+    for one in begun:
+        one.wait()
+    for entry, places in taken:
         trainable.fill(entry, places, target)
-    return received
+    return sum(_num_bytes(one) for _, places in taken for one in places.values())
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _plan_move(fetch: Fetch, number: int, flat: Tensor, *, is_mine: bool) -> reshard.Move:
+    shares = plan_shares(fetch, flat.numel(), flat.element_size(), number)
+    whole = [(Box((0,), (flat.numel(),)), flat)]
+    return reshard.Move(
+        transfers=[reshard.Transfer(s.src, s.dst, Box((s.start,), (s.length,))) for s in shares],
+        held=[] if is_mine else whole,
+        wanted=whole if is_mine else [],
+    )

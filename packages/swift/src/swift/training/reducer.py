@@ -270,6 +270,10 @@ class DataParallel:
         """See `Trainable`."""
         first = self.optimizer.parameters[0]
         self._try(torch.zeros(2, 4, dtype=first.dtype, device=first.device))
+        if self._run.rank is None:
+            # A spare is filled with state, for which a rank has memory since its first step.
+            for entry in range(len(self._names)):
+                self.prepare(entry)
 
     def _try(self, value: Tensor) -> None:
         """Steps a parameter of its own and takes the step back."""

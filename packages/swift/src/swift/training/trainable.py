@@ -55,7 +55,10 @@ class Trainable(Protocol):
         ...
 
     def warm(self) -> None:
-        """Runs what a first step would have to load or compile, on values of its own; spares call it."""
+        """Runs what a first step would have to load or compile, on values of its own.
+
+        A spare, which calls it too, may make the memory that it will be filled into.
+        """
         ...
 
     def replica_sets(self, world_size: int) -> list[list[int]]:
