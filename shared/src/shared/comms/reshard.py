@@ -205,7 +205,7 @@ class Resharding:
 def start(group: Group, moves: Sequence[Move], phase: str | None = None) -> Resharding:
     """Begins the transfers that `run` makes, and returns at once; they queue behind those begun before.
 
-    Messages are packed when their turn comes. All that arrive have buffers from now on, except
+    On CPUs messages are packed when their turn comes. All that arrive have buffers from now on, except
     those of one contiguous box.
 
     Raises:

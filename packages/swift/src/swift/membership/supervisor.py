@@ -69,7 +69,8 @@ class Launch:
         """Checks what can be checked before anything is started."""
         if not self.script or not Path(self.script[0]).is_file():
             raise ConfigError(
-                f"script: expected a Python file, got {self.script[0] if self.script else 'none'}"
+                f"script: expected a Python file, got {self.script[0] if self.script else 'none'}; name the "
+                f"one that trains, as in `meshyard-swift run -n 4 --spares 1 train.py`"
             )
         if self.num_spares < 0 or self.heartbeat_s <= 0:
             raise ConfigError(
@@ -107,7 +108,7 @@ class _Child:
     heard_s: float
     is_ready: bool = False
     is_named: bool = False
-    is_recovering: bool = False
+    new_epoch: int | None = None  # of a world in which it has done no step
     silent_s: float = 0.0  # when it was killed for it
 
 
@@ -179,7 +180,8 @@ class Local:
         if name in self._children:
             if message["kind"] in ("world", "interrupt"):
                 self._children[name].rank = message["rank"]
-                self._children[name].is_recovering = message["kind"] == "world"
+                is_world = message["kind"] == "world"
+                self._children[name].new_epoch = message["epoch"] if is_world else None
             self._children[name].channel.send(message)
 
     def receive(self, name: str) -> list[dict[str, Any]]:
@@ -192,13 +194,13 @@ class Local:
             self._selector.unregister(child.channel)  # `ended` follows
         child.heard_s = time.monotonic()
         child.is_ready = child.is_ready or any(one["kind"] == "ready" for one in messages)
-        if any(one["kind"] == "beat" and "epoch" in one for one in messages):
-            child.is_recovering = False  # it has done a step in its world
+        if child.new_epoch in [one.get("epoch") for one in messages if one["kind"] == "beat"]:
+            child.new_epoch = None
         return messages
 
     def is_recovering(self) -> bool:
         """Whether a process of this host has a new world, and has done no step in it."""
-        return any(child.is_recovering for child in self._children.values())
+        return any(child.new_epoch is not None for child in self._children.values())
 
     def reap(self, name: str) -> Ended:
         """Forgets a process that has ended."""

@@ -270,8 +270,8 @@ class DataParallel:
         """See `Trainable`."""
         first = self.optimizer.parameters[0]
         self._try(torch.zeros(2, 4, dtype=first.dtype, device=first.device))
-        if self._run.rank is None:
-            # A spare is filled with state, for which a rank has memory since its first step.
+        if self._run.rank is None and first.device.type == "cpu":
+            # The system takes longer to give memory than a transfer to fill it. A GPU does not.
             for entry in range(len(self._names)):
                 self.prepare(entry)
 

@@ -57,7 +57,7 @@ class Trainable(Protocol):
     def warm(self) -> None:
         """Runs what a first step would have to load or compile, on values of its own.
 
-        A spare, which calls it too, may make the memory that it will be filled into.
+        A spare, which calls it too, may make memory that it will be filled into.
         """
         ...
 
