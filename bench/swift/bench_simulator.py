@@ -60,7 +60,7 @@ def measure(root, kills_s, draw):
             time.sleep(max(0.0, begun + at - time.monotonic()))
             job.look()
             working = {line["rank"]: line["pid"] for line in job.lines if line["pid"] not in dead}
-            victim = working[draw.randrange(contest.RANKS)]
+            victim = working[draw.randrange(contest.RANKS[KIND])]
             os.kill(victim, signal.SIGKILL)
             dead.add(victim)
         job.wait_for(STEPS, dead, 120.0)
