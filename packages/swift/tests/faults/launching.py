@@ -58,7 +58,12 @@ class Driver:
         self._start = 0
         self._process = subprocess.Popen(
             [sys.executable, str(Path(__file__).with_name("driver.py"))],
-            env={**os.environ, "PYTHONPATH": str(TESTS), "TMPDIR": str(self.temporary)},
+            env={
+                **os.environ,
+                "PYTHONPATH": str(TESTS),
+                "TMPDIR": str(self.temporary),
+                "GLOO_SOCKET_IFNAME": "lo",  # runs of several hosts share the template of single ones
+            },
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log.open("w"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import platform
 import sys
 from collections.abc import Mapping
@@ -59,14 +60,13 @@ def _hash_modules() -> dict[str, str]:
     """Of what was imported from the script's folder, packages that are installed there aside."""
     if not sys.argv[0] or not Path(sys.argv[0]).is_file():
         return {}
-    folder = Path(sys.argv[0]).resolve().parent
-    files = {
-        Path(one.__file__) for one in list(sys.modules.values()) if getattr(one, "__file__", None)
-    }
+    folder = os.path.join(Path(sys.argv[0]).resolve().parent, "")
+    # Names, not paths: there are thousands, and a spare is waited for.
+    names = {getattr(one, "__file__", None) or "" for one in list(sys.modules.values())}
     return {
-        str(file.relative_to(folder)): _hash(file)
-        for file in sorted(files)
-        if file.is_relative_to(folder) and "site-packages" not in file.parts
+        name.removeprefix(folder): _hash(Path(name))
+        for name in sorted(names)
+        if name.startswith(folder) and "site-packages" not in Path(name).parts
     }
 
 

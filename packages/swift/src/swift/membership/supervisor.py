@@ -22,6 +22,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from shared.comms.handicap import ISAS
 from shared.comms.launch.forking import START_S, Forked, fork
 from shared.errors import ConfigError
 from swift.membership.channel import ControlChannel
@@ -37,6 +38,9 @@ _MODULES = (
     "swift.training.reducer",
     "swift.training.runtime",
 )
+_MACHINE_CODE = "swift.undo.machine_code"
+_FIRST_START_S = 300.0
+"""The first process waits for these modules, and on a machine's first run for numba, which compiles kernels."""
 _GRACE = 4
 """A process that runs, but has no time for heartbeats, is given this many limits."""
 
@@ -130,6 +134,7 @@ class Local:
         """
         launch = self._launch
         name = f"{launch.host}.{self._count}"
+        limit_s = START_S if self._count else _FIRST_START_S
         self._count += 1
         ours, theirs = socket.socketpair()
         local_rank = self._free_place()
@@ -141,15 +146,18 @@ class Local:
         if rank is not None:
             env["RANK"] = str(rank)
         socket.send_fds(ours, [b"o"], [sys.stdout.fileno()])
+        modules = [*_MODULES, *launch.preload]
+        if not any(name in env for caps in ISAS.values() for name in caps):
+            modules.append(_MACHINE_CODE)  # which is fixed by what it finds at its first kernel
         words = [0, -1 if rank is None else rank, launch.world_size, launch.heartbeat_s]
         with theirs:
             forked = fork(
                 theirs.fileno(),
                 [*words, *launch.script],
                 env,
-                START_S,
+                limit_s,
                 cores=os.sched_getaffinity(0),
-                modules=[*_MODULES, *launch.preload],
+                modules=modules,
                 entry=_ENTRY,
             )
         if forked is None:

@@ -32,7 +32,7 @@ NUMBER = struct.Struct("i")
 
 # Variables that differ between ranks or tests and that libraries do not read when loaded.
 _OF_A_RANK = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "PYTEST_CURRENT_TEST"}
-# Nor these: libraries read them at their first kernel, and a template runs none.
+# Nor these: libraries read them at their first kernel. A template runs none, unless one of its modules does.
 _OF_A_RANK.update(*ISAS.values())
 _MOST_TEMPLATES = 2
 

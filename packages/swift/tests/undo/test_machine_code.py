@@ -1,0 +1,70 @@
+"""What templates load before ranks are forked from them."""
+
+import selectors
+import subprocess
+import sys
+from unittest.mock import patch
+
+import pytest
+
+from swift.membership import supervisor
+from swift.membership.supervisor import Launch, Local
+from swift.undo import machine_code
+
+COUNTS = """
+import sys
+import torch
+import swift
+import shared.kernels.digest.cpu
+from shared.kernels.adam import cpu as adam
+from shared.kernels.digest import digest
+from swift.undo import machine_code
+
+def kernels():
+    found = [one for module in (adam, sys.modules["shared.kernels.digest.cpu"]) for one in vars(module).values()]
+    return sum(len(one.signatures) for one in found if hasattr(one, "signatures"))
+
+before = kernels()
+model = torch.nn.Linear(3, 2)
+model(torch.ones(1, 3)).sum().backward()
+optimizer = swift.undoable(torch.optim.AdamW(model.parameters()))
+optimizer.step()
+optimizer.undo()
+digest(model.weight)
+print(before, kernels())
+"""
+
+
+def test_a_gpu_is_not_looked_for_as_code_is_loaded_that_is_forked():
+    # It would fail all processes that are forked afterwards.
+    names = ("cuda.is_available", "cuda.device_count", "cuda.init", "optim.AdamW.step")
+    for name in names:
+        with patch(f"torch.{name}", side_effect=AssertionError(name)):
+            machine_code._load()
+
+
+@pytest.mark.slow
+def test_the_first_step_of_adamw_and_its_undo_load_nothing_more():
+    told = subprocess.run(
+        [sys.executable, "-c", COUNTS], capture_output=True, text=True, check=True, timeout=300
+    ).stdout.split()
+    assert told[0] == told[1] != "0"
+
+
+@pytest.mark.parametrize(
+    "cap", [{}, {"ATEN_CPU_CAPABILITY": "avx2"}, {"NUMBA_CPU_NAME": "haswell"}]
+)
+def test_templates_load_it_unless_the_user_caps_the_instruction_set(monkeypatch, cap):
+    asked = []
+    monkeypatch.setattr(supervisor, "fork", lambda *args, **more: asked.append(more["modules"]))
+    launch = Launch(
+        script=(__file__,), host=0, ranks=(0,), num_spares=0, world_size=1, heartbeat_s=1.0,
+        preload=("json",), env=cap,
+    )  # fmt: skip
+    with (
+        selectors.DefaultSelector() as selector,
+        pytest.raises(supervisor.ConfigError, match="one more process"),
+    ):
+        Local(launch, selector).start(0)
+    assert ("swift.undo.machine_code" in asked[0]) == (not cap)
+    assert "json" in asked[0]
