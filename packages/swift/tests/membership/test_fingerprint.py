@@ -42,6 +42,19 @@ def test_the_scripts_own_modules_are_part_of_its_code(tmp_path, monkeypatch):
     assert first_difference(before, describe_process({})).startswith("script: expected ")
 
 
+def test_modules_installed_below_the_script_and_those_elsewhere_are_not_its_code(
+    tmp_path, monkeypatch
+):
+    (tmp_path / "train.py").write_text("pass")
+    installed = tmp_path / "env" / "site-packages" / "library.py"
+    installed.parent.mkdir(parents=True)
+    installed.write_text("pass")
+    monkeypatch.setattr(sys, "argv", [str(tmp_path / "train.py")])
+    for name, file in [("library", installed), ("copy", f"/mnt{tmp_path}/train.py")]:
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(__file__=str(file)))
+    assert describe_process({})["modules"] == {}
+
+
 def test_of_modules_those_that_both_have_imported_are_compared(tmp_path, monkeypatch):
     """Rank 0 may import a logger that the others have no use for."""
     for name in ("train.py", "logger.py"):
