@@ -133,7 +133,8 @@ def bench_refill_of_a_newcomer(benchmark, record_claim):
             higher_is_better=True,
             correct=is_equal,
             detail=f"{received / 1e6:.0f} MB in {median(seconds[1:]):.3f} s, {ROUNDS} times; digests equal "
-            f"afterwards: {is_equal}; gloo alone moves as many in {median(alone[1:]):.3f} s, in turns with it; frames and TCP take 5 % of such a link",
+            f"afterwards: {is_equal}; gloo alone moves as many in {median(alone[1:]):.3f} s, in turns with "
+            "it; frames and TCP take 5 % of such a link",
             source=COMMAND,
         ),
         aim=0.9,

@@ -48,6 +48,12 @@ def test_a_gpu_is_not_looked_for_as_code_is_loaded_that_is_forked():
     assert not any(one.called for one in called)
 
 
+def test_a_kernel_that_fails_is_left_to_the_ranks_to_say():
+    with patch("shared.kernels.adam.step", side_effect=RuntimeError("no such form")) as step:
+        importlib.reload(machine_code)
+    assert step.called
+
+
 @pytest.mark.slow
 def test_the_first_step_of_adamw_and_its_undo_load_nothing_more():
     told = subprocess.run(
