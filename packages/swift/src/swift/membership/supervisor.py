@@ -148,7 +148,8 @@ class Local:
         socket.send_fds(ours, [b"o"], [sys.stdout.fileno()])
         modules = [*_MODULES, *launch.preload]
         if not any(name in env for caps in ISAS.values() for name in caps):
-            modules.append(_MACHINE_CODE)  # which is fixed by what it finds at its first kernel
+            # Else ranks would keep the template's instruction set in place of the one they are given.
+            modules.append(_MACHINE_CODE)
         words = [0, -1 if rank is None else rank, launch.world_size, launch.heartbeat_s]
         with theirs:
             forked = fork(
