@@ -308,6 +308,7 @@ def torchft(
     steps: int,
     *,
     heartbeat_timeout_ms: int = 5000,
+    join_timeout_ms: int = 10000,
     has_spare: bool = False,
 ) -> Iterator[Job]:
     """torchft: replica groups of one process each, a killed one is started again at once.
@@ -317,17 +318,17 @@ def torchft(
         kind: the model.
         steps: how many.
         heartbeat_timeout_ms: the lighthouse's; 5,000 is its default.
-        has_spare: whether a fourth group runs along and takes the dead one's place, and all other limits
-            are as short; otherwise as torchft's examples set them.
+        join_timeout_ms: how long its lighthouse waits for groups that live but have not come yet; 10,000 as
+            torchft's examples set it.
+        has_spare: whether a fourth group runs along and takes the dead one's place, and messages and ticks
+            have short limits too.
     """
     python = str(HOME / ".peers" / "torchft" / "bin" / "python")
-    # Groups whose steps take a second come one after another by more than 50 ms.
-    join_limit_ms = "50" if kind == "linear" and has_spare else "10000"
-    limits = (join_limit_ms, "10" if has_spare else "100")
     house = subprocess.Popen(
         [
             python, HERE / "torchft_lighthouse.py", "--min-replicas", "1",
-            "--join-timeout-ms", limits[0], "--quorum-tick-ms", limits[1],
+            "--join-timeout-ms", str(join_timeout_ms),
+            "--quorum-tick-ms", "10" if has_spare else "100",
             "--heartbeat-timeout-ms", str(heartbeat_timeout_ms),
         ],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
