@@ -9,6 +9,7 @@ import mmap
 import os
 import random
 import re
+import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 
@@ -162,14 +163,25 @@ def test_paths_stay_below_the_root(storage):
             storage.remove_tree(path)
 
 
-@pytest.mark.parametrize("kind", ["local", "s3"])
-def test_one_publisher_wins(request, tmp_path, kind):
-    url = tmp_path if kind == "local" else request.getfixturevalue("s3") + "/run"
+@pytest.mark.parametrize("kind", ["local", "s3", "memory"])
+def test_one_publisher_wins(request, tmp_path, monkeypatch, kind):
+    url = tmp_path if kind == "local" else f"memory://{uuid.uuid4().hex}"
+    if kind == "s3":
+        url = request.getfixturevalue("s3") + "/run"
     storage = open_storage(url)
+    memory = type(fsspec.filesystem("memory"))
+    exists = memory.exists
+
+    def look_long(self, path, **options):
+        found = exists(self, path, **options)
+        time.sleep(0.02)
+        return found
+
+    monkeypatch.setattr(memory, "exists", look_long)
 
     def attempt(number):
         try:
-            storage.publish("manifest", b"%d" % number, overwrite=False)
+            open_storage(url).publish("manifest", b"%d" % number, overwrite=False)
         except FileExistsError as error:
             assert "manifest" in str(error)  # noqa: PT017 - losing is no error of the test
             return None

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import TypeVar
 
 from fsspec.core import url_to_fs
@@ -32,6 +32,9 @@ Result = TypeVar("Result")
 # Seconds between the tries of a request: 13 s in all.
 WAITS_S = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4)
 _NUM_THREADS = 16
+# Where a store cannot put on a condition, the name is looked up first: no other thread, whose store may be
+# the same one in memory, may put between the two.
+_looking_up = threading.Lock()
 # Python knows the class of an error by its number, but not the number by the class.
 _NUMBERS = {
     FileNotFoundError: errno.ENOENT,
@@ -127,20 +130,21 @@ class FsspecStorage:
         """Puts a file.
 
         `overwrite=False` is atomic where the protocol has conditional puts (S3, Google's); for
-        others the name is looked up just before.
+        others the name is looked up just before, which is atomic among threads of one process.
         """
-        content = bytes(data)
+        content, full = bytes(data), self._make_full(path)
         mode = "overwrite" if overwrite else "create"
-        try:
-            self.call(path, lambda: self._fs.pipe_file(self._make_full(path), content, mode=mode))
-        except FileExistsError:
-            # A retried put finds the object of the first try if only its answer was lost.
-            if self.read(path) != content:
-                raise
-        except (NotImplementedError, TypeError, ValueError):
-            if self._fs.exists(self._make_full(path)):
-                raise FileExistsError(errno.EEXIST, "there is a file already", path) from None
-            self.call(path, lambda: self._fs.pipe_file(self._make_full(path), content))
+        with nullcontext() if overwrite else _looking_up:
+            try:
+                self.call(path, lambda: self._fs.pipe_file(full, content, mode=mode))
+            except FileExistsError:
+                # A retried put finds the object of the first try if only its answer was lost.
+                if self.read(path) != content:
+                    raise
+            except (NotImplementedError, TypeError, ValueError):
+                if self._fs.exists(full):
+                    raise FileExistsError(errno.EEXIST, "there is a file already", path) from None
+                self.call(path, lambda: self._fs.pipe_file(full, content))
 
     def sync_folders(self, paths: Iterable[str]) -> None:
         """Nothing to do: a put that was answered is durable, and so is its name."""
