@@ -39,9 +39,10 @@ _DTYPES = (torch.float32, torch.bfloat16)
 def new_residual(param: Tensor) -> Residual:
     """Room for the residual of a parameter [n]: 3 bytes a value, and what escapes later."""
     num_blocks = -(-len(param) // BLOCK)
+    # Of zeros nothing escapes: an undo without its step is wrong, but reads no memory that is not its own.
     return Residual(
-        codes=torch.empty(3, len(param), dtype=torch.int8, device=param.device),
-        bases=torch.empty(num_blocks, dtype=torch.int64, device=param.device),
+        codes=torch.zeros(3, len(param), dtype=torch.int8, device=param.device),
+        bases=torch.zeros(num_blocks, dtype=torch.int64, device=param.device),
         escapes=torch.empty(0, dtype=param.dtype, device=param.device),
     )
 
