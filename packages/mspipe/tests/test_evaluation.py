@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mspipe.data.batching import batches
@@ -169,7 +169,6 @@ streams = st.lists(
 
 @pytest.mark.parametrize("window", [None, 0, 2.5])
 @given(rows=streams, cut=st.integers(0, 3), size=st.integers(1, 8))
-@settings(max_examples=60)
 def test_edge_bank_is_a_table_of_pairs(window, rows, cut, size):
     src, dst, gaps = zip(*rows, strict=True)
     if len(set(dst[cut:])) < 2:

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from mspipe.planner import plan, schedule_fetches
@@ -25,7 +25,6 @@ def recurrences(times, k):
     return end[k:]
 
 
-@settings(max_examples=60, deadline=None)
 @given(stage_s=STAGES, k=st.integers(1, 5))
 @example(stage_s=[1.0, 1.125, 8.75, 1.0, 10.0], k=4)
 def test_the_period_is_that_of_the_replay(stage_s, k):
@@ -41,7 +40,6 @@ def test_the_period_is_that_of_the_replay(stage_s, k):
     assert max(eager.staleness) <= k
 
 
-@settings(max_examples=60, deadline=None)
 @given(stage_s=STAGES)
 def test_k_min_is_the_least_that_costs_no_time(stage_s):
     found = plan(stage_s)
@@ -61,7 +59,6 @@ def test_each_iteration_has_its_staleness():
         plan([2, 3, 2, 8, 2]).staleness(0)
 
 
-@settings(max_examples=40, deadline=None)
 @given(stage_s=STAGES, k=st.integers(1, 5))
 def test_to_wait_for_newer_memory_costs_no_time_and_is_never_staler(stage_s, k):
     eager = simulate(stage_s, 200, max_staleness=k, is_delayed=False)
@@ -127,7 +124,6 @@ def test_bad_input(unchecked):
         simulate(np.zeros((0, 5)))
 
 
-@settings(max_examples=60, deadline=None)
 @given(stage_s=STAGES, k=st.integers(1, 5), count=st.integers(1, 40))
 def test_staleness_without_a_replay_is_that_of_the_replay(stage_s, k, count):
     found = plan(stage_s)

@@ -4,7 +4,7 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.comms import Group, RankPool, reshard
@@ -68,7 +68,6 @@ def any_layouts(draw):
     return held, wanted
 
 
-@settings(max_examples=200)
 @given(any_layouts())
 def test_every_wanted_element_comes_once_and_only_if_it_must(found):
     held, wanted = found

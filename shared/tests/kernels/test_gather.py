@@ -1,6 +1,6 @@
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.errors import DataError
@@ -102,7 +102,6 @@ def test_the_reference_agrees():
     torch.testing.assert_close(ours, theirs)
 
 
-@settings(max_examples=40)
 @given(st.lists(st.integers(0, 6), max_size=30), st.integers(1, 20))
 def test_scatter_add_conserves_the_sum_and_repeats_to_the_bit(ids, dim):
     index, src = torch.tensor(ids, dtype=torch.int64), random_x(len(ids), dim)

@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.errors import DataError
@@ -50,7 +50,6 @@ def test_difference_is_disjoint_and_exact(boxes):
     assert set().union(*map(elements, left)) == elements(a) - elements(b)
 
 
-@settings(max_examples=400)
 @given(flat_ranges())
 def test_flat_range_is_cut_into_contiguous_boxes_in_order(flat_range):
     shape, start, stop = flat_range

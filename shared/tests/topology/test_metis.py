@@ -2,7 +2,7 @@ from importlib.util import find_spec
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.errors import ConfigError, DataError
@@ -65,7 +65,6 @@ def test_weights_are_balanced_instead_of_nodes():
 
 
 @given(st.integers(1, 30), st.integers(1, 12), st.data())
-@settings(max_examples=60)
 def test_small_graphs_of_any_kind(num_nodes, parts, data):
     nodes = st.integers(0, num_nodes - 1)
     edges = data.draw(st.lists(st.tuples(nodes, nodes), max_size=60))

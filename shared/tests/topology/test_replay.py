@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.errors import DataError
@@ -145,7 +145,6 @@ def test_dependencies_any_way_against_longest_paths(plan):
         assert starts(Replay(operations, queues), operations) == expected
 
 
-@settings(max_examples=400)
 @given(plans())
 def test_lines_against_stepping_through_time(plan):
     operations, queues = plan

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from adaqp.graphs import flights as tables
@@ -21,7 +21,6 @@ from shared.errors import ConfigError, DataError
     st.floats(0, 1),
     st.integers(0, 2**40),
 )
-@settings(max_examples=60)
 def test_sbm_is_simple_symmetric_and_exactly_mixed(num_nodes, blocks, degree, mix, seed):
     mix = mix if blocks > 1 else 0.0
     # Small blocks do not hold all edges of a graph without any between them.

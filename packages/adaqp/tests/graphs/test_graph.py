@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from adaqp.graphs.graph import Graph, from_dgl, from_edge_index, from_pyg
@@ -43,7 +43,6 @@ def test_multilabel_counts_columns():
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), max_size=12))
-@settings(max_examples=60)
 def test_symmetric_means_equal_to_its_reverse(edges):
     src, dst = torch.tensor(edges, dtype=torch.int64).reshape(-1, 2).T.contiguous()
     graph = Graph(**parts_of_graph(src=src, dst=dst))

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from adaqp.messages.wire import HEADER_BYTES, BufferLayout, pack, row_bytes, unpack
@@ -14,7 +14,6 @@ def layout_of(bits, dim, dtype=torch.float32, wire_dtype=torch.bfloat16, version
     return BufferLayout(torch.tensor(bits, dtype=torch.uint8), dim, dtype, wire_dtype, version)
 
 
-@settings(max_examples=60)
 @given(
     bits=st.lists(st.sampled_from([*WIDTHS, DROPPED]), max_size=40),
     dim=st.integers(1, 37),

@@ -118,7 +118,7 @@ def cut_graphs(draw):
 
 
 @given(cut_graphs())
-@settings(max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_multigraph_under_any_assignment_comes_back(tmp_path, case):
     graph, parts, owner, cluster_rows = case
     pytest.importorskip("pymetis")

@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from adaqp.planner import milp
@@ -96,7 +96,6 @@ def least(problem: Assignment) -> float:
 
 
 @given(tiny())
-@settings(max_examples=80)
 def test_greedy_is_exact_on_tiny_problems(problem):
     solution = assign(problem)
     assert solution.objective == pytest.approx(defined_objective(problem, solution.bits))
@@ -105,7 +104,6 @@ def test_greedy_is_exact_on_tiny_problems(problem):
 
 
 @given(tiny(hidden=True))
-@settings(max_examples=80)
 def test_greedy_bound_holds_where_time_is_hidden(problem):
     solution = assign(problem)
     optimum = least(problem)
@@ -115,7 +113,6 @@ def test_greedy_bound_holds_where_time_is_hidden(problem):
 
 
 @given(st.one_of(tiny(), tiny(hidden=True)))
-@settings(max_examples=40)
 def test_milp_is_exact_on_tiny_problems(problem):
     solution = assign(problem, solver="milp")
     optimum = least(problem)

@@ -4,7 +4,7 @@ import time
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from adaqp.planner.explanation import uniform_variance
@@ -65,7 +65,6 @@ problems = st.builds(
 
 
 @given(problems, st.floats(0.0, 1.0))
-@settings(max_examples=60)
 def test_a_larger_lam_trades_time_for_variance(problem, other):
     low, high = sorted([problem.lam, other])
     first, second = (assign(changed(problem, lam=lam)) for lam in (low, high))
@@ -97,7 +96,6 @@ def test_variance_falls_steadily_with_lam(seed):
 
 
 @given(problems, st.randoms(use_true_random=False))
-@settings(max_examples=40)
 def test_order_of_groups_does_not_matter(problem, random):
     order = list(range(problem.num_groups))
     random.shuffle(order)
@@ -113,7 +111,6 @@ def test_order_of_groups_does_not_matter(problem, random):
 
 
 @given(problems, st.floats(1.0, 20.0))
-@settings(max_examples=40)
 def test_more_bandwidth_never_means_more_variance(problem, faster):
     # With equal latencies a rate common to all leaves the trade-off as it is, except that more
     # fits into the hidden time.
@@ -125,7 +122,6 @@ def test_more_bandwidth_never_means_more_variance(problem, faster):
 
 
 @given(problems)
-@settings(max_examples=40)
 def test_what_is_reported_is_what_the_bits_cost(problem):
     solution = assign(problem)
     choice = np.searchsorted(problem.bits, solution.bits)

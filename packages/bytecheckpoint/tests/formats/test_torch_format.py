@@ -270,7 +270,7 @@ def test_damage_anywhere_is_a_data_error_or_harmless(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("limit", [LIMIT, 100])
-@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(
     records=st.dictionaries(st.text("abc/", min_size=1, max_size=9), st.binary(max_size=300)),
     before=st.integers(0, 70),

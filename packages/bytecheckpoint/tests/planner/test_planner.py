@@ -73,7 +73,6 @@ def owners_of(pieces: list[Pieces], name: str, box: Box) -> set[int]:
     return found
 
 
-@settings(max_examples=80)
 @given(worlds(), st.sampled_from([0, 1, 100, MIB]))
 def test_every_element_is_written_once_by_one_who_holds_it(pieces, split_bytes):
     planned = plan(Pieces.merge(pieces), len(pieces), split_bytes=split_bytes)
@@ -249,7 +248,6 @@ def test_one_writer_each_among_the_owners(chunks):
     assert load.tolist() == expected.tolist()
 
 
-@settings(max_examples=40)
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=7), st.integers(1, 3))
 def test_lpt_keeps_its_bound(sizes, num_ranks):
     best = min(
@@ -295,7 +293,7 @@ megabytes = st.integers(0, 300 * MIB)
 
 
 # Small sizes are drawn often, and say nothing about the last line.
-@settings(max_examples=40, suppress_health_check=[HealthCheck.filter_too_much])
+@settings(suppress_health_check=[HealthCheck.filter_too_much])
 @given(owned_chunks(max_ranks=6, max_chunks=12, sizes=megabytes), st.sampled_from([True, 4 * MIB]))
 def test_shares_are_whole_and_as_even_as_can_be(chunks, split):
     sizes, owners = chunks

@@ -100,7 +100,6 @@ legs = st.lists(
 )
 
 
-@settings(max_examples=40)
 @given(num_samples=st.integers(1, 60), legs=legs, shuffle=st.booleans(), last=st.integers(1, 7))
 def test_each_sample_of_an_epoch_is_seen_once_over_any_changes(num_samples, legs, shuffle, last):
     # Each leg is a number of ranks and how many samples each of them takes, unevenly.
@@ -146,7 +145,6 @@ def test_what_even_ranks_leave_of_an_epoch_comes_first_on_other_ranks():
     assert [list(order) for order in orders] == [[8, 0, 2, 4, 6, 8], [9, 1, 3, 5, 7, 9]]
 
 
-@settings(max_examples=40)
 @given(num_samples=st.integers(1, 40), legs=legs, last=st.integers(1, 7))
 def test_packing_emits_every_token_once_over_any_changes(num_samples, legs, last):
     seen, states, options = Counter(), None, {"num_samples": num_samples, "seed": 4}

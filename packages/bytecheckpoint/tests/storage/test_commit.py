@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bytecheckpoint.storage import open_storage
@@ -246,7 +246,6 @@ def test_every_bit_of_the_small_files_counts(tmp_path_factory):
     folder = f"step_00000001/{manifest.data}"
     files = ["step_00000001/manifest.json", f"{folder}/index.msgpack", f"{folder}/extra.json"]
 
-    @settings(max_examples=60)
     @given(st.sampled_from(files), st.data())
     def flip(path, data):
         content = storage.read(path)

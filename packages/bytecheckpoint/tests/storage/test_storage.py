@@ -274,7 +274,7 @@ def test_a_checkpoint_may_be_all_there_is(request, tmp_path, monkeypatch, kind):
     assert [path.name for path in tmp_path.iterdir()] == ["only"] * (kind == "file")
 
 
-@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_any_alignment(folder, data):
     """Direct as far as address, offset and length allow, through the page cache elsewhere."""

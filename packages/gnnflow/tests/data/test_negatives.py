@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gnnflow.data.negatives import Negatives
@@ -40,7 +40,6 @@ def candidates(events, at, kind, since=None):
 
 @pytest.mark.parametrize("kind", ["random", "historical", "inductive"])
 @given(rows=pairs, cut=st.integers(0, 25))
-@settings(max_examples=60)
 def test_draws_reach_exactly_the_candidates(kind, rows, cut):
     events = stream(rows)
     since = events.t[min(cut, len(events) - 1)].item()

@@ -5,7 +5,7 @@ from itertools import combinations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gnnflow.features.belady import count_belady_hits
@@ -18,7 +18,6 @@ from shared.errors import ConfigError
     batches=st.lists(st.lists(st.integers(0, 30), max_size=12), max_size=25),
     fraction=st.sampled_from([0.0, 0.1, 0.3]),
 )
-@settings(max_examples=40)
 def test_no_policy_hits_more_often_than_belady(batches, fraction):
     batches = [torch.tensor(batch, dtype=torch.int64) for batch in batches]
     bound = count_belady_hits(batches, round(31 * fraction))
@@ -33,7 +32,6 @@ def test_no_policy_hits_more_often_than_belady(batches, fraction):
     batches=st.lists(st.frozensets(st.integers(0, 5), max_size=4), max_size=7),
     capacity=st.integers(0, 4),
 )
-@settings(max_examples=150)
 def test_belady_is_the_best_of_all_choices(batches, capacity):
     @lru_cache(None)
     def best(at, held):

@@ -9,7 +9,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gnnflow.features.cache import FeatureCache
@@ -136,7 +136,6 @@ STEP = st.tuples(
     spread=st.sampled_from([6, 25, 2**20]),
     steps=st.lists(STEP, max_size=40),
 )
-@settings(max_examples=60)
 def test_rows_and_what_is_held_follow_the_model(policy, fraction, num_rows, spread, steps):
     known = rows_of(num_rows)
     store = Traced(edge=known)

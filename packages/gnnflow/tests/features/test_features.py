@@ -113,7 +113,6 @@ def test_every_form_and_type_gives_the_rows_of_plain_indexing(dtype, num_rows, t
     steps=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 2**31)), max_size=8),
     form=st.sampled_from(["tensor", "half", "remote"]),
 )
-@settings(max_examples=60)
 def test_appended_rows_follow_those_that_were_given(base, steps, form):
     first = None if base is None else matrix(base, 3).half()
     known = torch.empty(0, 3) if first is None else first.float()
@@ -346,7 +345,6 @@ ENTRY = st.fixed_dictionaries(
     length=st.integers(-9, 9) | st.just(2**63),
     body=st.binary(max_size=100),
 )
-@settings(max_examples=150)
 def test_hostile_headers_are_data_errors(header, length, body):
     header = header if isinstance(header, bytes) else json.dumps(header).encode()
     length = max(0, len(header) + length)

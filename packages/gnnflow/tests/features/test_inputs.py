@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gnnflow.features.cache import FeatureCache
@@ -64,7 +64,6 @@ def check(rows, ids, features):
     num_snapshots=st.sampled_from([0, 1, 3]),
     seed=st.integers(0, 2**32),
 )
-@settings(max_examples=40)
 def test_rows_of_hops_are_those_of_every_occurrence(num_roots, num_layers, num_snapshots, seed):
     mfg = sample(num_roots, num_layers, num_snapshots, seed)
     node, edge, sources = stores()
@@ -83,7 +82,6 @@ def test_rows_of_hops_are_those_of_every_occurrence(num_roots, num_layers, num_s
 
 
 @given(num_roots=st.integers(0, 6), fanout=st.integers(0, 4), seed=st.integers(0, 2**32))
-@settings(max_examples=40)
 def test_rows_of_sequences_are_zero_where_there_is_no_edge(num_roots, fanout, seed):
     draw = torch.Generator().manual_seed(seed)
     roots = torch.randint(0, NUM_NODES, (num_roots,), generator=draw)

@@ -69,7 +69,6 @@ HISTORY = {
 }
 
 
-@settings(max_examples=100)
 @given(**HISTORY)
 def test_is_the_list_of_its_events(steps, undirected, time_dtype, sizes):
     check_history("cpu", steps, undirected, time_dtype, sizes)

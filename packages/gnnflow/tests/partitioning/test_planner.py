@@ -82,7 +82,6 @@ def expected_by_neighbours(batches, num_parts, rule, sizes_of):
     return owners
 
 
-@settings(max_examples=40)
 @given(
     seed=st.integers(0, 10_000),
     num_nodes=st.integers(1, 12),
@@ -139,7 +138,6 @@ def test_a_method_is_the_rule_of_its_name(method):
     assert torch.equal(partition(events, 3, method, num_nodes=120), form.assign_rest(120))
 
 
-@settings(max_examples=40)
 @given(
     seed=st.integers(0, 10_000),
     cuts=st.lists(st.integers(0, 80), max_size=6),

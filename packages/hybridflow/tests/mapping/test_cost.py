@@ -4,7 +4,7 @@ from math import ceil
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridflow.mapping import (
@@ -344,7 +344,6 @@ def test_sets_that_cannot_be_are_refused():
         evaluate(model, [actor, other])
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     st.sampled_from(["7B", "70B"]),
     st.sampled_from([(1, 8), (2, 8), (4, 4)]),

@@ -38,7 +38,6 @@ def looped_gae(rewards, values, mask, gamma, lam):
     return found, returns
 
 
-@settings(max_examples=50)
 @given(st.integers(0, 10**6), st.floats(0, 1), st.floats(0, 1), st.integers(1, 12))
 def test_gae_is_its_definition(seed, gamma, lam, tokens):
     rewards, values, mask = some(seed, tokens=tokens)

@@ -5,7 +5,7 @@ from typing import get_args
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridflow.rl.aggregate import Mode, aggregate, denominator, masked
@@ -39,7 +39,6 @@ def looped(losses, mask, mode, norm):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@settings(max_examples=40)
 @given(seed=st.integers(0, 10**6), share=st.floats(0, 1))
 def test_modes_are_their_definitions(mode, seed, share):
     losses, mask = some(seed, share=share)
@@ -51,7 +50,6 @@ def test_modes_are_their_definitions(mode, seed, share):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@settings(max_examples=40)
 @given(
     seed=st.integers(0, 10**6),
     cuts=st.lists(st.integers(0, 6), max_size=4),

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.tensor import Shard
 
@@ -56,7 +56,6 @@ def test_a_replica_is_sharded_as_by_dtensor(shape, dim, count):
         assert not any(box.offsets[d] for d in others)
 
 
-@settings(max_examples=60)
 @given(layouts())
 def test_transfers_from_the_optimizer_layout_send_what_is_missing_once(drawn):
     shape, dim, replicas, num_ranks = drawn

@@ -52,7 +52,6 @@ def search(lengths, num_ranks, shapes):
     return best
 
 
-@settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=6), st.integers(4, 7))
 def test_the_first_candidate_is_that_of_the_full_search(lengths, num_ranks):
     found = hy.propose(lengths, num_ranks, SHAPES)

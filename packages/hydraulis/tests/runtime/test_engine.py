@@ -62,8 +62,8 @@ BATCHES = (LENGTHS, (3, 29), (1, 1, 1), (4,))
     ("family", "settings", "shards"),
     [
         ("llama", {"max_tokens": 16}, False),
-        ("qwen3", {"max_tokens": 64, "strategy": "cp1"}, False),
-        ("llama", {"max_tokens": 64, "strategy": "cp4"}, False),
+        pytest.param("qwen3", {"max_tokens": 64, "strategy": "cp1"}, False, marks=pytest.mark.slow),
+        pytest.param("llama", {"max_tokens": 64, "strategy": "cp4"}, False, marks=pytest.mark.slow),
         ("llama", {"max_tokens": 64, "strategy": "cp4"}, True),
         ("qwen3", {"max_tokens": 16}, True),
         ("llama", {"max_tokens": 8, "cost": Cost(a=1e-6, b=1e-4, c=1e-3)}, True),

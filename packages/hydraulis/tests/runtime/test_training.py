@@ -28,6 +28,8 @@ WAYS = [
 ]
 # What does not depend on how ranks share their work is tried in one way by default.
 FEW = [pytest.param(one, marks=pytest.mark.slow) if at else one for at, one in enumerate(WAYS)]
+# What differs between shards of weights and whole ones, and between one process a replica and several.
+BOTH = [WAYS[1], WAYS[2], *(pytest.param(WAYS[at], marks=pytest.mark.slow) for at in (0, 3))]
 
 
 def make_engine(family="qwen3", optimizer=SGD, *, is_sharded=False, prepare=None, **settings):
@@ -45,7 +47,7 @@ def clipped(settings):
     return [one.grad_norm for one in results], engine.state_dict()
 
 
-@pytest.mark.parametrize("settings", WAYS, ids=str)
+@pytest.mark.parametrize("settings", BOTH, ids=str)
 def test_gradients_are_clipped_by_the_norm_of_all(ranks, settings):
     model = make_model("qwen3", torch.float64)
     optimizer, norms = SGD(model.parameters()), []

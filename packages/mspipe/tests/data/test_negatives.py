@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mspipe.data.events import Events
@@ -39,7 +39,6 @@ def candidates(events, at, kind, since):
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(rows=rows, cut=st.integers(0, 24))
-@settings(max_examples=60)
 def test_draws_reach_exactly_the_candidates(kind, rows, cut):
     events = stream(rows)
     if len(events.dst.unique()) < 2:

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mspipe.memory.node_memory import NodeMemory, latest
@@ -79,7 +79,6 @@ def test_rows_hold_every_bit(place, dim, mail_dim, slots):
     memory.close()
 
 
-@settings(max_examples=60)
 @given(
     entries=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 3)), max_size=12),
     seed=st.integers(0, 99),

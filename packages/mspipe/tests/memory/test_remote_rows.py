@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 
 from mspipe.memory import remote_rows
 from mspipe.memory.node_memory import NodeMemory
@@ -66,7 +66,6 @@ steps = st.lists(
 )
 
 
-@settings(max_examples=60)
 @given(steps=steps, num_rows=st.integers(1, 30))
 def test_same_as_local_rows(steps, num_rows):
     with MemoryServer() as server:

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mspipe.memory.node_memory import NodeMemory
@@ -38,7 +38,6 @@ class Counting(LocalRows):
         return super().read(ids)
 
 
-@settings(max_examples=200, deadline=None)
 @given(steps=steps_of, num_kept=st.integers(1, 25))
 def test_reads_are_those_of_the_rows_behind(steps, num_kept):
     plain, cached = LocalRows(20, FRESH, CPU), NodeRowCache(LocalRows(20, FRESH, CPU), 3, num_kept)
