@@ -84,7 +84,7 @@ def test_profiles_are_planned_with(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("text", "got"),
     [
-        ("{", r"profile.json: expected a profile as JSON, got Expecting"),
+        ("{", r"profile.json: expected a profile of swift.profiler.measure as JSON, got Expecting"),
         ("[]", "profile.json: expected a profile with .*, got list"),
         ('{"replay_s": []}', "got replay_s; measure one"),
     ],

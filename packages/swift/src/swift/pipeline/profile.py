@@ -40,7 +40,7 @@ class Profile:
         Raises:
             DataError: there is no such file, or it is no JSON object of exactly these names.
         """
-        record = read_json(path, "a profile")
+        record = read_json(path, "a profile of swift.profiler.measure")
         names = [field.name for field in dataclasses.fields(Profile)]
         if not isinstance(record, dict) or sorted(record) != sorted(names):
             got = ", ".join(sorted(record)) if isinstance(record, dict) else type(record).__name__
