@@ -49,7 +49,12 @@ FILES = [
     ("memo", "trace.csv", "intervals", ["pack", "FILE"]),
     ("memo", "snapshot.pickle", "a CUDA memory snapshot", ["replay", "FILE"]),
     ("mspipe", "events.csv", "a table", ["train", "FILE"]),
-    ("swift", "profile.json", "a profile of swift.profiler.measure", ["plan-logs", "FILE", "--budget", "2GB"]),
+    (
+        "swift",
+        "profile.json",
+        "a profile of swift.profiler.measure",
+        ["plan-logs", "FILE", "--budget", "2GB"],
+    ),
 ]
 # What may be named in place of a file.
 OTHERS = {

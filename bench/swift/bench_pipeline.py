@@ -132,10 +132,11 @@ def log_in_turns(folder):
         barrier(group)
         start = time.perf_counter()
         stage.step(*batch("llama", turn))
+        if is_logged:
+            writer.flush()  # in a longer run the next step would pay for what waits
         barrier(group)
         if turn >= 4:
             seconds[is_logged].append(time.perf_counter() - start)
-        writer.flush()
     is_whole = writer.unreplayable is None
     num_steps = TURNS + 2
     logged_bytes = writer.logged_bytes / num_steps
@@ -165,7 +166,7 @@ def bench_pipeline_logging(benchmark, record_claim):
             higher_is_better=False,
             correct=all(one[2] for one in results),
             detail=f"{TURNS} turns; {total / 1e6:.1f} MB logged a step, with digests of all messages "
-            f"received; training waited {max(one[3] for one in results):.3f} s for the disk",
+            f"received; training waited {max(one[3] for one in results):.3f} s for room in the queue",
             source=f"{COMMAND} -k logging",
         ),
         aim=1 / 1.02,

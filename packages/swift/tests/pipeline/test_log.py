@@ -1,16 +1,18 @@
 """Logs of boundary messages: what is read back, and every way in which a file goes bad."""
 
 import logging
+import os
 import resource
 import shutil
 import threading
+import time
 from contextlib import contextmanager
 
 import pytest
 import torch
 
 from shared.errors import ConfigError, DataError
-from swift.pipeline import records
+from swift.pipeline import log, records
 from swift.pipeline.chunks import ChunkFile, scan_chunk, verify_logs
 from swift.pipeline.log import BoundaryLog
 from swift.pipeline.records import Key, Kind
@@ -332,7 +334,7 @@ def test_a_budget_bounds_the_files_and_is_free_again_when_older_ones_go(opened, 
     writer.flush()
     assert f"the budget of {budget} B is used up" in writer.unreplayable
     assert "iteration 1, micro-batch 1" in writer.unreplayable
-    assert file_of(tmp_path).stat().st_size <= budget
+    assert file_of(tmp_path).stat().st_size == budget
     writer.start_interval(2)
     writer.forget(2)
     fill(writer, range(2, 3))
@@ -381,6 +383,108 @@ def test_a_message_larger_than_the_queue_is_logged(opened):
     writer = opened(queue=8, when_full="drop")
     writer.append(Key(Kind.ACTIVATION, 0, 0), message(0, 0))
     assert writer.find_gap(Kind.ACTIVATION, 0, 1, 1) is None
+
+
+@pytest.fixture
+def gathered(monkeypatch):
+    """Messages are gathered for longer than any test lasts; gives the calls that wrote."""
+    calls, writev = [], os.writev
+
+    def write(file, parts):
+        calls.append(len(parts))
+        return writev(file, parts)
+
+    monkeypatch.setattr(log, "_GATHER_S", 1000.0)
+    monkeypatch.setattr(os, "writev", write)
+    return calls
+
+
+def wait_for_bytes(path, num_bytes):
+    end = time.monotonic() + 60
+    while path.stat().st_size < num_bytes:
+        assert time.monotonic() < end, f"{path.stat().st_size} of {num_bytes} bytes"
+        time.sleep(0.005)
+
+
+def test_gathered_messages_are_written_in_one_call(opened, gathered, tmp_path):
+    writer = opened()
+    gathered.clear()
+    fill(writer, range(2))
+    time.sleep(0.05)
+    assert gathered == []
+    writer.flush()
+    assert gathered == [2 * 2 * NUM]
+    fill(writer, range(2, 3))
+    writer.close()
+    assert len(gathered) == 3, "what waited, and the footer"
+    assert verify_logs(tmp_path)[0].num_records == 3 * NUM
+
+
+def test_more_messages_than_one_call_takes_are_written(opened, gathered):
+    writer = opened()
+    gathered.clear()
+    fill(writer, range(200))
+    assert writer.find_gap(Kind.ACTIVATION, 0, 200, NUM) is None
+    assert gathered == [1024, 2 * 200 * NUM - 1024]
+    assert torch.equal(writer.read(Key(Kind.ACTIVATION, 199, 2)), message(199, 2))
+
+
+def test_calls_that_write_a_part_are_followed_by_others(opened, monkeypatch, tmp_path):
+    whole = opened(stage=1)
+    fill(whole, range(2))
+    whole.close()
+    writev = os.writev
+    monkeypatch.setattr(os, "writev", lambda file, parts: writev(file, [parts[0][:7]]))
+    writer = opened(stage=2)
+    fill(writer, range(2))
+    writer.close()
+    found = [file_of(tmp_path, stage=stage).read_bytes() for stage in (1, 2)]
+    assert found[0][records.CHUNK_BYTES :] == found[1][records.CHUNK_BYTES :]
+
+
+def test_a_disk_that_takes_a_part_and_no_more_leaves_whole_records(opened, monkeypatch, tmp_path):
+    writer, writev, calls = opened(), os.writev, []
+    fill(writer, range(1))
+    writer.flush()
+    size = file_of(tmp_path).stat().st_size
+
+    def write(file, parts):
+        calls.append(len(parts))
+        if len(calls) > 1:
+            raise MemoryError
+        return writev(file, parts[:3])
+
+    with monkeypatch.context() as patched:
+        patched.setattr(log, "_GATHER_S", 1000.0)
+        patched.setattr(os, "writev", write)
+        fill(writer, range(1, 2))
+        writer.flush()
+    assert len(calls) > 1
+    assert file_of(tmp_path).stat().st_size == size
+    assert "MemoryError" in writer.find_gap(Kind.ACTIVATION, 1, 2, NUM)
+    writer.close()
+    assert verify_logs(tmp_path)[0].damage == []
+
+
+def test_half_a_queue_is_written_before_it_is_full(opened, gathered, tmp_path):
+    writer = opened(queue=4 * 80)
+    gathered.clear()
+    fill(writer, range(1))  # three of four
+    wait_for_bytes(file_of(tmp_path), records.CHUNK_BYTES + NUM * (records.RECORD_BYTES + 80))
+    assert sum(gathered) == 2 * NUM
+    assert writer.waited_s == 0
+
+
+def test_a_message_that_has_to_wait_for_room_ends_the_gathering(opened, gathered):
+    writer = opened(queue=5 * 80)
+    writer.append(Key(Kind.ACTIVATION, 0, 0), message(0, 0))
+    writer.append(Key(Kind.ACTIVATION, 0, 1), torch.ones(5 * 20))
+    assert writer.find_gap(Kind.ACTIVATION, 0, 1, 2) is None
+
+
+def test_messages_that_nobody_waits_for_are_written_all_the_same(opened, tmp_path):
+    fill(opened(), range(1))
+    wait_for_bytes(file_of(tmp_path), records.CHUNK_BYTES + NUM * (records.RECORD_BYTES + 80))
 
 
 def test_settings_that_fit_nothing_are_refused(tmp_path):

@@ -98,6 +98,76 @@ def test_stages_step_as_one_process_that_sums_in_chunks(pool, tmp_path, chunk):
     ]
 
 
+class Appended(nn.Module):
+    """Appends learned rows last: autograd gives them a view of the gradient that the next stage sent."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = nn.Parameter(torch.randn(2, DIM))
+
+    def forward(self, x):
+        return torch.cat([x * 2.0, self.rows])
+
+
+class Shifted(nn.Module):
+    """Adds a learned shift first: its gradient is a view of that which is sent to the stage before."""
+
+    def __init__(self):
+        super().__init__()
+        self.shift = nn.Parameter(torch.randn(DIM, 4))
+        self.out = nn.Linear(DIM, 1)
+
+    def forward(self, x):
+        return self.out((x.view(-1) + self.shift.view(-1)).view(x.shape))
+
+
+def with_views_as_gradients(folder):
+    """Gradients that arrive and leave share memory with parameters' own, to which others are added."""
+    group, kinds = Group.world(), (nn.Identity, Appended, Shifted)
+    draw = torch.Generator().manual_seed(3)
+    inputs = torch.randn(2 * MICRO_BATCHES, DIM, generator=draw)
+
+    def make(index):
+        torch.manual_seed(index)
+        return nn.Linear(DIM, DIM) if not index else kinds[index]()
+
+    def loss(out, _):
+        return (out**2).mean()
+
+    module = make(group.rank)
+    opt = undoable(torch.optim.SGD(module.parameters(), 0.0))
+    log = BoundaryLog(folder).open("run", group.rank)
+    stage = PipelineStage(
+        module, opt, index=group.rank, num_stages=3, group=group, loss=loss,
+        micro_batches=MICRO_BATCHES, chunk=MICRO_BATCHES, log=log,
+    )  # fmt: skip
+    stage.step(inputs, torch.zeros(MICRO_BATCHES))
+    digests = {
+        kind: [log.digest_of(Key(kind, 0, k)) for k in range(MICRO_BATCHES)]
+        for kind in (Kind.GRADIENT, Kind.GRADIENT_RECEIPT)
+    }
+    whole = nn.Sequential(*(make(index) for index in range(3)))
+    mine = list(whole[group.rank].parameters())
+    # Not by backward(), which would add to parameters' gradients that share memory with one another.
+    total = sum(loss(whole(part), None) for part in inputs.chunk(MICRO_BATCHES))
+    expected = torch.autograd.grad(total / MICRO_BATCHES, mine)
+    return digests, [one.grad for one in module.parameters()], expected
+
+
+def test_gradients_that_share_memory_with_a_message_do_not_change_it(pool, tmp_path):
+    found = pool.run(with_views_as_gradients, tmp_path).results
+    for rank, (_, grads, expected) in enumerate(found):
+        for grad, one in zip(grads, expected, strict=True):
+            torch.testing.assert_close(grad, one, rtol=1e-5, atol=1e-7)
+    for sender, receiver in ((1, 0), (2, 1)):
+        sent, received = (
+            found[rank][0][kind]
+            for rank, kind in ((sender, Kind.GRADIENT), (receiver, Kind.GRADIENT_RECEIPT))
+        )
+        assert None not in sent
+        assert sent == received, f"from stage {sender}"
+
+
 def test_chunk_sums_differ_from_a_sum_in_one_go():
     # Else the tests of chunks could not fail.
     _, one = train_in_one_process(3, MICRO_BATCHES, 3)

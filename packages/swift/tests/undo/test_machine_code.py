@@ -42,7 +42,7 @@ def test_a_gpu_is_not_looked_for_as_code_is_loaded_that_is_forked():
     names = ("cuda.is_available", "cuda.device_count", "cuda.init", "optim.AdamW.step")
     with ExitStack() as stack:
         called = [stack.enter_context(patch(f"torch.{name}")) for name in names]
-        # Together: to undo what no step has filled would read anywhere.
+        # Together, as an undo without its step has nothing to undo.
         ran = [
             stack.enter_context(patch(f"shared.kernels.adam.{name}")) for name in ("step", "undo")
         ]

@@ -32,8 +32,8 @@ Result = TypeVar("Result")
 # Seconds between the tries of a request: 13 s in all.
 WAITS_S = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4)
 _NUM_THREADS = 16
-# Where a store cannot put on a condition, the name is looked up first: no other thread, whose store may be
-# the same one in memory, may put between the two.
+# Held from looking a name up until it is put, where a store has no conditional puts. For the whole process, as
+# several storages may be of one store, which may lie in memory.
 _looking_up = threading.Lock()
 # Python knows the class of an error by its number, but not the number by the class.
 _NUMBERS = {
@@ -60,6 +60,8 @@ class FsspecStorage:
     """
 
     has_rename = False
+    _has_conditional_puts = False
+    """Whether "create" is one request to the store."""
     _library_errors: tuple[type[Exception], ...] = ()
     """Exceptions that the protocol's library raises beside OSError."""
 
@@ -130,11 +132,12 @@ class FsspecStorage:
         """Puts a file.
 
         `overwrite=False` is atomic where the protocol has conditional puts (S3, Google's); for
-        others the name is looked up just before, which is atomic among threads of one process.
+        others the name is looked up just before, which is atomic among threads of one process that
+        do not overwrite.
         """
         content, full = bytes(data), self._make_full(path)
         mode = "overwrite" if overwrite else "create"
-        with nullcontext() if overwrite else _looking_up:
+        with nullcontext() if overwrite or self._has_conditional_puts else _looking_up:
             try:
                 self.call(path, lambda: self._fs.pipe_file(full, content, mode=mode))
             except FileExistsError:

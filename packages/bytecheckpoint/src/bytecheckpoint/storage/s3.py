@@ -37,6 +37,7 @@ class S3Storage(FsspecStorage):
     (AbortIncompleteMultipartUpload) removes them.
     """
 
+    _has_conditional_puts = True
     _library_errors = (BotoCoreError, aiohttp.ClientError)
 
     def __init__(self, url: str, *, waits_s: Sequence[float] = WAITS_S, **options: object) -> None:

@@ -40,8 +40,20 @@ class ChunkSums:
         self._parameters, self._chunk = parameters, chunk
         self._last, self._keep_apart = num_micro_batches - 1, keep_apart
 
-    def close_micro_batch(self, k: int) -> None:
-        """The backward pass of micro-batch `k` has ended; they end in ascending order."""
+    def close_micro_batch(self, k: int, messages: Sequence[Tensor] = ()) -> None:
+        """The backward pass of micro-batch `k` has ended; they end in ascending order.
+
+        Args:
+            k: which.
+            messages: gradients that came from a neighbour or go to one. Autograd may give a parameter a
+                view of one as its gradient, and what is added to it later would change the message
+                while it is sent or logged: such a gradient is copied.
+        """
+        kept = {message.untyped_storage().data_ptr() for message in messages}
+        for parameter in self._parameters if kept else ():
+            grad = parameter.grad
+            if grad is not None and grad.untyped_storage().data_ptr() in kept:
+                parameter.grad = grad.clone()
         if (k + 1) % self._chunk and k != self._last:
             return
         grads: Gradients = [parameter.grad for parameter in self._parameters]

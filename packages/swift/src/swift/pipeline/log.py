@@ -2,7 +2,8 @@
 
 After "Swift" (arXiv 2302.06173): the sender logs, so that nothing is shared until a stage is lost. A
 message costs the training thread no copy on a CPU, as nobody writes to a sent tensor, and on a GPU
-one copy on a stream beside the training's; a thread writes. Beyond the paper, a digest of every
+one copy on a stream beside the training's; a thread writes, many messages at once, as its waking
+takes the interpreter from the training thread. Beyond the paper, a digest of every
 received message is kept too: a replayed stage must send what its neighbours received, to the bit.
 """
 
@@ -13,7 +14,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -28,6 +29,11 @@ from swift.pipeline.records import ChunkHeader, Key, Kind, MessageRecord, count_
 __all__ = ["BoundaryLog"]
 
 _log = logging.getLogger(__name__)
+
+_GATHER_S = 0.1
+"""Seconds for which messages are gathered before they are written, unless somebody waits for them."""
+_MOST_MESSAGES = 512
+"""Written in one call: Linux takes 1,024 parts, and a message has a header and its bytes."""
 
 
 class BoundaryLog:
@@ -116,7 +122,7 @@ class LogWriter:
         self._blocks = when_full == "block"
         self._waiting: deque[tuple[Key, Tensor, torch.Event | None]] = deque()
         self._waiting_bytes, self._is_busy, self._is_closed = 0, False, False
-        self._changed = threading.Condition()
+        self._changed, self._is_awaited = threading.Condition(), threading.Event()
         self._stream: torch.cuda.Stream | None = None
         self._chunks: list[ChunkFile] = []
         self._start_chunk(iteration)
@@ -133,7 +139,7 @@ class LogWriter:
         if self.unreplayable is not None:
             return
         held, event = self._to_host(tensor.detach())
-        size = held.numel() * held.element_size()
+        size = _count_held(held)
         with self._changed:
             if self._waiting_bytes and self._waiting_bytes + size > self._queue_bytes:
                 if not self._blocks:
@@ -142,11 +148,15 @@ class LogWriter:
                 self._wait_for_room(size)
             self._waiting.append((key, held, event))
             self._waiting_bytes += size
+            if 2 * self._waiting_bytes > self._queue_bytes:
+                self._is_awaited.set()
             self._changed.notify_all()
 
     def flush(self) -> None:
         """Waits until every message so far has been given to the operating system."""
         with self._changed:
+            if self._waiting:
+                self._is_awaited.set()
             self._changed.wait_for(lambda: not self._waiting and not self._is_busy)
 
     def start_interval(self, iteration: int) -> None:
@@ -214,6 +224,7 @@ class LogWriter:
         """Writes what waits and ends the file; with `remove`, no file stays."""
         with self._changed:
             self._is_closed = True
+            self._is_awaited.set()
             self._changed.notify_all()
         self._thread.join()
         for chunk in self._chunks[-1:]:
@@ -253,6 +264,7 @@ class LogWriter:
 
     def _wait_for_room(self, size: int) -> None:
         start = time.perf_counter()
+        self._is_awaited.set()
         self._changed.wait_for(
             lambda: not self._waiting_bytes or self._waiting_bytes + size <= self._queue_bytes
         )
@@ -264,34 +276,59 @@ class LogWriter:
                 self._changed.wait_for(lambda: self._waiting or self._is_closed)
                 if not self._waiting:
                     return
-                key, tensor, event = self._waiting.popleft()
-                chunk, self._is_busy = self._chunks[-1], True
-                is_wanted = self.unreplayable is None
-            why = None
+            self._is_awaited.wait(_GATHER_S)
+            self._is_awaited.clear()
+            while self._write_some():
+                pass
+
+    def _write_some(self) -> bool:
+        """Writes the first of the messages that wait, of an eighth of the queue; whether there were any."""
+        with self._changed:
+            taken, num_bytes = [], 0
+            while self._waiting and len(taken) < _MOST_MESSAGES:
+                size = _count_held(self._waiting[0][1])
+                if taken and 8 * (num_bytes + size) > self._queue_bytes:
+                    break
+                taken.append(self._waiting.popleft())
+                num_bytes += size
+            if not taken:
+                return False
+            chunk, self._is_busy = self._chunks[-1], True
+            is_wanted = self.unreplayable is None
+        try:
             if is_wanted:
-                try:
-                    if event is not None:
-                        event.synchronize()
-                    why = self._write(chunk, key, tensor)
-                except Exception as error:  # noqa: BLE001 - training waits for this thread
-                    why = str(error) or repr(error)
+                self._write(chunk, taken)
+        except Exception as error:  # noqa: BLE001 - training waits for this thread
             with self._changed:
-                if why is not None:
-                    self._give_up(key, why)
-                self._waiting_bytes -= tensor.numel() * tensor.element_size()
+                self._give_up(taken[0][0], str(error) or repr(error))
+        finally:
+            with self._changed:
+                self._waiting_bytes -= num_bytes
                 self._is_busy = False
                 self._changed.notify_all()
+        return True
 
-    def _write(self, chunk: ChunkFile, key: Key, tensor: Tensor) -> str | None:
+    def _write(
+        self, chunk: ChunkFile, waiting: Iterable[tuple[Key, Tensor, torch.Event | None]]
+    ) -> None:
         with self._changed:
             used = sum(each.num_bytes for each in self._chunks)
-        if self._budget_bytes is not None and used + count_bytes(key, tensor) > self._budget_bytes:
-            return f"the budget of {format_bytes(self._budget_bytes)} is used up"
-        record = chunk.append(key, tensor)
+        messages = []
+        for key, tensor, event in waiting:
+            if event is not None:
+                event.synchronize()
+            used += count_bytes(key, tensor)
+            if self._budget_bytes is not None and used > self._budget_bytes:
+                why = f"the budget of {format_bytes(self._budget_bytes)} is used up"
+                with self._changed:
+                    self._give_up(key, why)
+                break
+            messages.append((key, tensor))
+        records = chunk.append(messages)
         with self._changed:
-            chunk.records[key] = record
-            self.logged_bytes += record.num_bytes
-        return None
+            for record in records:
+                chunk.records[record.key] = record
+                self.logged_bytes += record.num_bytes
 
     def _give_up(self, where: Key | str, why: str) -> None:
         self.unreplayable = self.unreplayable or f"logging stopped at {where}, as {why}"
@@ -307,3 +344,7 @@ class LogWriter:
             self._chunks.append(ChunkFile(self.folder / f"{sequence:06d}.log", header))
         except OSError as error:
             self._give_up(f"iteration {iteration}", str(error))
+
+
+def _count_held(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

@@ -153,6 +153,7 @@ class PipelineStage:
             self._parameters, self.chunk, self.num_micro_batches, keep_apart=messages.keep_apart
         )
         leaves: dict[int, Tensor] = {}
+        grads: dict[int, list[Tensor]] = {k: [] for k in ks}
         losses: list[Tensor] = []
         begun_s: list[float] = []
 
@@ -176,7 +177,12 @@ class PipelineStage:
             if self.is_last:
                 return out
             self._send(messages, Kind.ACTIVATION, k, out)
-            out.register_hook(lambda grad: messages.received(Kind.GRADIENT, k, grad))
+
+            def receive(grad: Tensor) -> None:
+                grads[k].append(grad)
+                messages.received(Kind.GRADIENT, k, grad)
+
+            out.register_hook(receive)
             return messages.close(k, out)
 
         def after_backward(at: int, grad: Tensor | None) -> None:
@@ -186,8 +192,9 @@ class PipelineStage:
                 x = leaves.pop(k)
                 if grad is None:
                     grad = torch.zeros_like(x) if x.grad is None else x.grad.contiguous()
+                grads[k].append(grad)
                 self._send(messages, Kind.GRADIENT, k, grad)
-            sums.close_micro_batch(k)
+            sums.close_micro_batch(k, grads.pop(k))
             reach("backward", bucket=k)
 
         run_1f1b(messages.group, len(ks), forward, after_backward=after_backward)
