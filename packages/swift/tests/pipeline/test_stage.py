@@ -156,7 +156,7 @@ def with_views_as_gradients(folder):
 
 def test_gradients_that_share_memory_with_a_message_do_not_change_it(pool, tmp_path):
     found = pool.run(with_views_as_gradients, tmp_path).results
-    for rank, (_, grads, expected) in enumerate(found):
+    for _, grads, expected in found:
         for grad, one in zip(grads, expected, strict=True):
             torch.testing.assert_close(grad, one, rtol=1e-5, atol=1e-7)
     for sender, receiver in ((1, 0), (2, 1)):
