@@ -394,7 +394,7 @@ def gathered(monkeypatch):
         calls.append(len(parts))
         return writev(file, parts)
 
-    monkeypatch.setattr(log, "_GATHER_S", 1000.0)
+    monkeypatch.setattr(log, "GATHER_S", 1000.0)
     monkeypatch.setattr(os, "writev", write)
     return calls
 
@@ -455,7 +455,7 @@ def test_a_disk_that_takes_a_part_and_no_more_leaves_whole_records(opened, monke
         return writev(file, parts[:3])
 
     with monkeypatch.context() as patched:
-        patched.setattr(log, "_GATHER_S", 1000.0)
+        patched.setattr(log, "GATHER_S", 1000.0)
         patched.setattr(os, "writev", write)
         fill(writer, range(1, 2))
         writer.flush()

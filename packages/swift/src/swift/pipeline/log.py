@@ -30,7 +30,7 @@ __all__ = ["BoundaryLog"]
 
 _log = logging.getLogger(__name__)
 
-_GATHER_S = 0.1
+GATHER_S = 0.1
 """Seconds for which messages are gathered before they are written, unless somebody waits for them."""
 _MOST_MESSAGES = 512
 """Written in one call: Linux takes 1,024 parts, and a message has a header and its bytes."""
@@ -276,7 +276,7 @@ class LogWriter:
                 self._changed.wait_for(lambda: self._waiting or self._is_closed)
                 if not self._waiting:
                     return
-            self._is_awaited.wait(_GATHER_S)
+            self._is_awaited.wait(GATHER_S)
             self._is_awaited.clear()
             while self._write_some():
                 pass
