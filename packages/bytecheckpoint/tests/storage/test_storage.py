@@ -9,6 +9,7 @@ import mmap
 import os
 import random
 import re
+import threading
 import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
@@ -193,6 +194,28 @@ def test_one_publisher_wins(request, tmp_path, monkeypatch, kind):
     storage.publish("manifest", b"new", overwrite=True)
     assert storage.read("manifest") == b"new"
     assert storage.list("") == ["manifest"]
+
+
+def test_a_put_that_hangs_holds_up_no_store_with_conditional_puts(s3, monkeypatch):
+    kind = type(fsspec.filesystem("memory"))
+    has_begun, may_end, pipe_file = threading.Event(), threading.Event(), kind.pipe_file
+
+    def hang(*args, **options):
+        has_begun.set()
+        assert may_end.wait(60)
+        return pipe_file(*args, **options)
+
+    monkeypatch.setattr(kind, "pipe_file", hang)
+    stores = [open_storage(f"memory://{uuid.uuid4().hex}"), open_storage(s3 + "/run")]
+    with ThreadPoolExecutor(2) as threads:
+        try:
+            hanging = threads.submit(stores[0].publish, "manifest", b"1", overwrite=False)
+            assert has_begun.wait(60)
+            threads.submit(stores[1].publish, "manifest", b"2", overwrite=False).result(30)
+        finally:
+            may_end.set()
+        hanging.result(60)
+    assert [store.read("manifest") for store in stores] == [b"1", b"2"]
 
 
 def test_abort_leaves_nothing(storage):
