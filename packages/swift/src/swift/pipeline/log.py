@@ -139,7 +139,7 @@ class LogWriter:
         if self.unreplayable is not None:
             return
         held, event = self._to_host(tensor.detach())
-        size = _count_held(held)
+        size = held.nbytes
         with self._changed:
             if self._waiting_bytes and self._waiting_bytes + size > self._queue_bytes:
                 if not self._blocks:
@@ -286,7 +286,7 @@ class LogWriter:
         with self._changed:
             taken, num_bytes = [], 0
             while self._waiting and len(taken) < _MOST_MESSAGES:
-                size = _count_held(self._waiting[0][1])
+                size = self._waiting[0][1].nbytes
                 if taken and 8 * (num_bytes + size) > self._queue_bytes:
                     break
                 taken.append(self._waiting.popleft())
@@ -344,7 +344,3 @@ class LogWriter:
             self._chunks.append(ChunkFile(self.folder / f"{sequence:06d}.log", header))
         except OSError as error:
             self._give_up(f"iteration {iteration}", str(error))
-
-
-def _count_held(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
