@@ -175,6 +175,24 @@ def test_chunk_sums_differ_from_a_sum_in_one_go():
     assert not all(same(a, b) for a, b in zip(one, two, strict=True))
 
 
+def with_sparse_gradients():
+    group = Group.world()
+    torch.manual_seed(0)
+    module = nn.Embedding(7, DIM, sparse=True) if group.rank == 0 else nn.Linear(DIM, DIM)
+    opt = undoable(torch.optim.SGD(module.parameters(), 0.1))
+    before = next(module.parameters()).detach().clone()
+    stage = PipelineStage(
+        module, opt, index=group.rank, num_stages=3, group=group,
+        loss=lambda out, _: (out**2).mean(), micro_batches=2, chunk=2,
+    )  # fmt: skip
+    stage.step(torch.arange(4), torch.zeros(4))
+    return (next(module.parameters()) != before).any(1).tolist()
+
+
+def test_a_stage_may_have_sparse_gradients(pool):
+    assert pool.run(with_sparse_gradients).results[0] == [True] * 4 + [False] * 3
+
+
 class Named(nn.Module):
     """Takes a batch as keyword arguments, as Hugging Face models do; returns a tuple of one."""
 

@@ -52,7 +52,9 @@ class ChunkSums:
         kept = {message.untyped_storage().data_ptr() for message in messages}
         for parameter in self._parameters if kept else ():
             grad = parameter.grad
-            if grad is not None and grad.untyped_storage().data_ptr() in kept:
+            if grad is None or grad.layout != torch.strided:  # a sparse one has memory of its own
+                continue
+            if grad.untyped_storage().data_ptr() in kept:
                 parameter.grad = grad.clone()
         if (k + 1) % self._chunk and k != self._last:
             return
