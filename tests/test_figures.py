@@ -87,12 +87,10 @@ README = """\
 
 Sums are <!-- ratio tiny: a sum against a loop -->?<!-- end --> faster.
 
-<!-- claims
-tiny: a sum against a loop | summing | the loop
-tiny: products
--->
+<!-- claims -->
 <!-- end -->
 """
+CHOSEN = "tiny: a sum against a loop | summing | the loop\ntiny: products\n"
 
 
 @pytest.fixture
@@ -104,6 +102,7 @@ def yard(tmp_path):
         "| zeta | <!-- range zeta/tiny: products --><!-- end --> |\n"
     )
     (tmp_path / "bench/zeta").mkdir(parents=True)
+    (tmp_path / "bench/zeta/readme_claims.txt").write_text(CHOSEN)
     (tmp_path / "bench/zeta/bench_tiny.py").write_text(
         '"""Sums."""\nPEERS = [{"peer": "a loop", "setting": "tight", "why": "nothing else"}]\n'
     )
@@ -138,19 +137,20 @@ def test_pages_are_filled_and_stay_as_they_are(yard):
 
 def test_rows_of_a_benchmark_without_a_run_are_left_out_by_name(yard):
     (yard / "bench/zeta/bench_later.py").write_text('"""Later."""\n')
-    page = yard / "packages/zeta/README.md"
-    page.write_text(README.replace("tiny: products", "later: products"))
+    page, chosen = yard / "packages/zeta/README.md", yard / "bench/zeta/readme_claims.txt"
+    chosen.write_text(CHOSEN.replace("tiny: products", "later: products"))
     done = figures(root=yard)
     assert done.returncode == 0, done.stderr
     assert "left out of a table of zeta: 'later: products'" in done.stdout
     assert page.read_text().count("hatch run bench zeta/tiny") == 1
-    page.write_text("# zeta\n\n<!-- claims\nlater: products\n-->\n<!-- end -->\n")
+    chosen.write_text("later: products\n")
     assert figures(root=yard).returncode == 0
     assert "-->\n\nNo run is recorded in this form yet.\n\n<!-- end -->" in page.read_text()
     # Of a benchmark that is nowhere, and within a sentence, a key is an error.
-    for mark in ("<!-- claims\nnever: products\n-->", "<!-- ratio later: products -->"):
-        page.write_text(f"# zeta\n\nx {mark}<!-- end -->\n")
-        assert figures(root=yard).returncode == 1
+    chosen.write_text("never: products\n")
+    assert figures(root=yard).returncode == 1
+    page.write_text("# zeta\n\nx <!-- ratio later: products --><!-- end -->\n")
+    assert figures(root=yard).returncode == 1
 
 
 @pytest.mark.parametrize(
@@ -202,7 +202,6 @@ def test_row_taken_out_of_the_page_is_missing(yard):
         ("<!-- ratio large: sum -->", "expected a recorded benchmark of zeta: ['tiny']"),
         ("<!-- ratio eta/tiny: sum -->", "expected a recorded benchmark of eta: []"),
         ("<!-- ratio tiny -->", "expected 'benchmark: words'"),
-        ("<!-- claims" + "\ntiny: product" * 7 + "\n-->", "expected at most 6 rows, got 7"),
         ("<!-- ratio tiny: product -->\n<!-- measured -->", "before the next"),
     ],
 )
@@ -218,12 +217,20 @@ def test_mark_that_cannot_be_filled_names_what_it_could_be(yard, mark, message):
     assert "0.500x" in (yard / "README.md").read_text()
 
 
-def test_table_of_six_rows_is_filled(yard):
-    page = yard / "packages/zeta/README.md"
-    page.write_text("<!-- claims" + "\ntiny: product" * 6 + "\n--><!-- end -->\n")
+def test_six_claims_are_chosen_at_most(yard):
+    page, chosen = yard / "packages/zeta/README.md", yard / "bench/zeta/readme_claims.txt"
+    chosen.write_text("tiny: product\n" * 6)
     done = figures(root=yard)
     assert done.returncode == 0, done.stderr
     assert page.read_text().count("| a product (simulated) | 0.500x") == 6
+    chosen.write_text("tiny: product\n" * 7)
+    done = figures(root=yard)
+    assert done.returncode == 1
+    assert "readme_claims.txt: expected at most 6 rows, got 7" in done.stderr
+    chosen.unlink()
+    done = figures(root=yard)
+    assert done.returncode == 1
+    assert "bench/zeta/readme_claims.txt: expected a key and its labels a line" in done.stderr
 
 
 def test_whole_name_is_the_claim_though_others_begin_with_it():

@@ -4,11 +4,7 @@
 shared, of each package and in bench/cross; `--check` writes nothing and exits with 1 when a page
 differs; `--list` prints every claim that a key can name, with its figure.
 
-    <!-- claims
-    cache: 5 % of the rows, one hop | edge rows found in a cache | Belady's bound
-    -->
-    (a table: claim, figure, against, command)
-    <!-- end -->
+    <!-- claims --> (the package's chosen claims: claim, figure, against, command) <!-- end -->
 
     <!-- measured --> (all claims of the package, complete) <!-- end -->
 
@@ -17,10 +13,15 @@ differs; `--list` prints every claim that a key can name, with its figure.
 
 A key is `benchmark: words`, or `package/benchmark: words` from outside the package. The words stand
 in this order in the claim's name or in "name against baseline", and in no other claim of that
-benchmark; a claim's whole name also names it. What follows a key, after bars, replaces the claim's
-name and its baseline's; both may be left out. A README's table has at most six rows; a row whose
-benchmark has no recorded run yet is left out of the table, and the command names it. No line begins
-with a mark of `ratio` or `range`: Markdown would take the whole line for HTML.
+benchmark; a claim's whole name also names it. No line begins with a mark of `ratio` or `range`:
+Markdown would take the whole line for HTML.
+
+A package's chosen claims stand in bench/<package>/readme_claims.txt, at most six:
+
+    cache: 5 % of the rows, one hop | edge rows found in a cache | Belady's bound
+
+What follows a key, after bars, replaces the claim's name and its baseline's; both may be left out. A
+row whose benchmark has no recorded run yet is left out of the table, and the command names it.
 """
 
 import argparse
@@ -130,8 +131,22 @@ def command_of(one: Series) -> str:
     return f"`hatch run bench {run.package}/{run.benchmark}`"
 
 
-def chosen_table(lines: list[str], package: str, series: list[Series], root: Path) -> str:
-    """Writes the table of those chosen claims that are recorded, a key and its labels a line."""
+def chosen_table(package: str, series: list[Series], root: Path) -> str:
+    """Writes the table of those chosen claims of a package that are recorded.
+
+    Raises:
+        MarkError: when no claims are chosen, or more than `MOST_ROWS`, or a key names none or several.
+    """
+    file = root / f"bench/{package}/readme_claims.txt"
+    if not file.is_file():
+        raise MarkError(
+            f"{file.relative_to(root)}: expected a key and its labels a line, got no file"
+        )
+    lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    if len(lines) > MOST_ROWS:
+        raise MarkError(
+            f"{file.relative_to(root)}: expected at most {MOST_ROWS} rows, got {len(lines)}"
+        )
     rows = []
     for line in lines:
         key, *labels = (part.strip() for part in line.split("|"))
@@ -185,10 +200,7 @@ def filled(text: str, page: Path, package: str, series: list[Series], root: Path
     def fill(match: re.Match) -> str:
         kind, asked, body = match.groups()
         if kind == "claims":
-            lines = [line for line in asked.splitlines() if line.strip()]
-            if page.name == "README.md" and len(lines) > MOST_ROWS:
-                raise MarkError(f"expected at most {MOST_ROWS} rows, got {len(lines)}")
-            body = f"\n\n{chosen_table(lines, package, series, root)}\n\n"
+            body = f"\n\n{chosen_table(package, series, root)}\n\n"
         elif kind == "measured":
             mine = [one for one in series if one.newest.package == package]
             body = f"\n\n{measured_text(package, mine, page, root)}\n\n"

@@ -176,9 +176,8 @@ def all_names(module: Module) -> set[str]:
 
 
 def read_words(text: str) -> list[str]:
-    """Returns the words of a page outside code blocks and comments, where tables' keys stand."""
-    code_or_comment = r"^```.*?^```|<!--.*?-->"
-    return re.sub(code_or_comment, "", text, flags=re.MULTILINE | re.DOTALL).split()
+    """Returns the words of a page outside code blocks."""
+    return re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL).split()
 
 
 def _module_level(body: list[ast.stmt]) -> Iterator[ast.stmt]:

@@ -73,7 +73,14 @@ def count_undone(told):
     return sum(rank["undone"] for one in told for rank in one["ranks"].values())
 
 
-def test_killed_shards_are_refilled_and_every_state_is_as_it_was(driver, tmp_path, undisturbed):
+def test_a_killed_shard_is_refilled_and_every_state_is_as_it_was(driver, tmp_path, undisturbed):
+    faults = [{"rank": 3, "recovery": 0, "step": 1, "point": "update", "bucket": 2}]
+    run(driver, tmp_path, 1, 3, faults=faults)
+    check(tmp_path, undisturbed(steps=3), [3])
+
+
+@pytest.mark.slow
+def test_shards_are_killed_one_after_another(driver, tmp_path, undisturbed):
     faults = [
         {"rank": 0, "recovery": 0, "step": 1, "point": "start", "bucket": 3},
         {"rank": 3, "recovery": 1, "step": 3, "point": "update", "bucket": 2},

@@ -6,7 +6,7 @@ import time
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from shared.errors import ConfigError
@@ -50,7 +50,6 @@ def chains(draw):
     return replay_s, sizes, interval, draw(st.sampled_from([0.5, 20.0, 1e6])), budget, allowed
 
 
-@settings(max_examples=3 * settings().max_examples)
 @given(chains())
 @example(([1.0, 1.0, 1.0], [5, 5], 2, 1.0, 10.0, [True, True]))
 @example(([1.0], [], 3, 1.0, 0.0, []))

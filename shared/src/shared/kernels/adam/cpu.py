@@ -1,9 +1,13 @@
 """Adam's step, its residual and its inverse in numba, a block at a time in the first cache.
 
-The step is one loop from memory to memory, codes included, so that a processor waits for divisions and
-memory at once. What was there stays in rows of one scratch array, at constant distances, for the loop that
-lists what escapes. The inverse's guesses lie there too: loops over them need no run-time test of whether
-arrays overlap, and become vectors.
+The step is two loops over a block, codes included: the averages, then the parameter, whose root and
+division take so long that a processor reaches the next elements in time only if few instructions lie
+between. What was there stays in rows of one scratch array, at constant distances, for the loop that lists
+what escapes. The inverse's guesses lie there too: loops over them need no run-time test of whether arrays
+overlap, and become vectors.
+
+`narrow`, `has_l2`, `from_grad` and `keep` are True or None: None is a type of its own to numba, which
+compiles a form for each choice that is used, without a branch in its loops.
 """
 
 from collections.abc import Sequence
@@ -43,8 +47,8 @@ _NONE = np.uint32(127)
 _FARTHEST = np.uint32(0xFFFFFFFF)
 _ESCAPE = np.int8(ESCAPE)
 _ZERO = np.float32(0)
-# Codes that are looked through together for one that escapes.
-_FEW = np.uint64(64)
+# Codes that are looked through together for one that escapes: fewer are no whole round of vectors.
+_FEW = np.uint64(256)
 _NO_CODES = np.empty((3, 0), np.int8)
 _NO_BASES = np.empty(0, np.int64)
 
@@ -115,11 +119,14 @@ def _word(number, narrow):  # noqa: ANN001, ANN202
 
 @inlined
 def _off(number, guess, narrow):  # noqa: ANN001, ANN202
-    """Units in the last place from a guess to a number, plus 127; above 254 if no code tells it."""
+    """Units in the last place from a guess to a number, plus 127; above 254 if no code tells it.
+
+    A float32 that is NaN may be near a guess that is (`_escape_nan`); all others are far from it.
+    """
     was, word = _bits(number), _bits(guess)
-    if narrow is not None:
-        was, word = np.int32(was >> _16), np.int32(word >> _16)
-    off = np.uint32(was - word + _127)
+    if narrow is None:
+        return np.uint32(was - word + _127)
+    off = np.uint32(np.int32(was >> _16) - np.int32(word >> _16) + _127)
     return _FARTHEST if np.isnan(guess) else off
 
 
@@ -129,39 +136,78 @@ def _code(off):  # noqa: ANN001, ANN202
 
 
 @inlined
-def _step_block(param, grad, exp_avg, exp_avg_sq, start, size, f, narrow, keep, codes, s):  # noqa: ANN001, ANN202
-    """Step a block in place; with `keep`, write its codes, and what was there to the scratch array."""
-    sign, l2, decay, from_grad, mix, take = f[0], f[1], f[2], f[3] != _ZERO, f[4], f[5]
-    keep_sq, take_sq, step_size, root_inverse, eps = f[6], f[7], f[8], f[9], f[10]
-    decay_inverse, keep_inverse, keep_sq_inverse = f[11], f[12], f[13]
-    has_l2 = l2 != _ZERO
+def _step_averages(  # noqa: ANN202
+    param,  # noqa: ANN001
+    grad,  # noqa: ANN001
+    exp_avg,  # noqa: ANN001
+    exp_avg_sq,  # noqa: ANN001
+    start,  # noqa: ANN001
+    size,  # noqa: ANN001
+    f,  # noqa: ANN001
+    narrow,  # noqa: ANN001
+    has_l2,  # noqa: ANN001
+    from_grad,  # noqa: ANN001
+    keep,  # noqa: ANN001
+    codes,  # noqa: ANN001
+    s,  # noqa: ANN001
+):
+    """Step a block's averages in place; with `keep`, write their codes and what was there."""
+    sign, l2, mix, take, keep_sq, take_sq = f[0], f[1], f[4], f[5], f[6], f[7]
+    keep_inverse, keep_sq_inverse = f[12], f[13]
     for i in range(size):
         at = start + i
-        w0 = _widen(param[at], narrow)
         m0 = _widen(exp_avg[at], narrow)
         v0 = _widen(exp_avg_sq[at], narrow)
         g = sign * _widen(grad[at], narrow)
-        g = g + l2 * w0 if has_l2 else g
-        m = _held((g if from_grad else m0) + mix * (g - m0), narrow)
+        if has_l2 is not None:
+            g = g + l2 * _widen(param[at], narrow)
+        m = m0
+        if from_grad is not None:
+            m = g
+        m = _held(m + mix * (g - m0), narrow)
         square = (take_sq * g) * g
         v = _held(v0 * keep_sq + square, narrow)
-        u = (step_size * m) / (np.sqrt(v) * root_inverse + eps)
-        w = _held(w0 * decay - u, narrow)
-        param[at] = _word(w, narrow)
         exp_avg[at] = _word(m, narrow)
         exp_avg_sq[at] = _word(v, narrow)
         if keep is not None:
-            s[_W0 + i] = w0
             s[_M0 + i] = m0
             s[_V0 + i] = v0
             before = (v - square) * keep_sq_inverse
             before = before if not before < _ZERO else _ZERO
-            off_w = _off(w0, _held((w + u) * decay_inverse, narrow), narrow)
             off_m = _off(m0, _held((m - take * g) * keep_inverse, narrow), narrow)
             off_v = _off(v0, _held(before, narrow), narrow)
-            codes[0, at] = _code(off_w)
             codes[1, at] = _code(off_m)
             codes[2, at] = _code(off_v)
+
+
+@inlined
+def _step_param(param, exp_avg, exp_avg_sq, start, size, f, narrow, keep, codes, s):  # noqa: ANN001, ANN202
+    """Step a block's parameter after its averages; with `keep`, write its codes and what was there.
+
+    Returns the parameter's largest magnitude, as a word: that of NaN, wherever one was or is.
+    """
+    decay, step_size, root_inverse, eps, decay_inverse = f[2], f[8], f[9], f[10], f[11]
+    largest = np.int32(0)
+    for i in range(size):
+        at = start + i
+        w0 = _widen(param[at], narrow)
+        m = _widen(exp_avg[at], narrow)
+        v = _widen(exp_avg_sq[at], narrow)
+        u = (step_size * m) / (np.sqrt(v) * root_inverse + eps)
+        w = _held(w0 * decay - u, narrow)
+        param[at] = _word(w, narrow)
+        if keep is not None:
+            s[_W0 + i] = w0
+            codes[0, at] = _code(_off(w0, _held((w + u) * decay_inverse, narrow), narrow))
+            largest = max(largest, np.int32(_bits(w) & _MAGNITUDE))
+    return largest
+
+
+@inlined
+def _escape_nan(s, old, row, start, size, codes):  # noqa: ANN001, ANN202
+    for i in range(size):
+        if np.isnan(s[old + i]):
+            codes[row, start + i] = _ESCAPE
 
 
 @inlined
@@ -238,6 +284,8 @@ def _step(  # noqa: ANN202
     end,  # noqa: ANN001
     f,  # noqa: ANN001
     narrow,  # noqa: ANN001
+    has_l2,  # noqa: ANN001
+    from_grad,  # noqa: ANN001
     keep,  # noqa: ANN001
     s,  # noqa: ANN001
     words,  # noqa: ANN001
@@ -258,8 +306,27 @@ def _step(  # noqa: ANN202
         first = block * BLOCK
         size = np.uint64(min(BLOCK, n - first))
         start = np.uint64(first)
-        _step_block(param, grad, exp_avg, exp_avg_sq, start, size, f, narrow, keep, codes, s)
+        _step_averages(
+            param,
+            grad,
+            exp_avg,
+            exp_avg_sq,
+            start,
+            size,
+            f,
+            narrow,
+            has_l2,
+            from_grad,
+            keep,
+            codes,
+            s,
+        )
+        largest = _step_param(param, exp_avg, exp_avg_sq, start, size, f, narrow, keep, codes, s)
         if keep is not None:
+            if largest > _INF:
+                _escape_nan(s, _W0, 0, start, size, codes)
+                _escape_nan(s, _M0, 1, start, size, codes)
+                _escape_nan(s, _V0, 2, start, size, codes)
             bases[block] = listed + at
             at = _list_escapes(codes, 0, start, size, words, _W0, narrow, escapes, at)
             at = _list_escapes(codes, 1, start, size, words, _M0, narrow, escapes, at)
@@ -332,7 +399,8 @@ def _step_one(of: AdamTensors, f: Factors, residual: Residual | None) -> None:
     if residual is not None:
         codes, bases = residual.codes.numpy(), residual.bases.numpy()
     numbers = np.array(f, np.float32)
-    narrow, keep = _narrow(of), None if residual is None else True
+    narrow, keep = _narrow(of), _chosen(residual is not None)
+    has_l2, from_grad = _chosen(numbers[1] != 0), _chosen(f.from_grad)
     pieces: dict[int, list[NDArray]] = {}
 
     def run(begin: int, end: int) -> None:
@@ -349,6 +417,8 @@ def _step_one(of: AdamTensors, f: Factors, residual: Residual | None) -> None:
                 end,
                 numbers,
                 narrow,
+                has_l2,
+                from_grad,
                 keep,
                 scratch,
                 scratch.view(np.int32),
@@ -404,5 +474,8 @@ def _new_scratch() -> NDArray:
 
 
 def _narrow(of: AdamTensors) -> bool | None:
-    # None is a type of its own to numba, which compiles one form for either.
-    return True if of.param.dtype == torch.bfloat16 else None
+    return _chosen(of.param.dtype == torch.bfloat16)
+
+
+def _chosen(choice: bool) -> bool | None:
+    return True if choice else None
