@@ -25,11 +25,11 @@ GOOD = DemoTraining({0: "a", 1: "a"}, STEPS, (FAILURE,), 6.0)
     ids=["nothing ran", "nobody was killed", "a bit differs", "a rank never ended"],
 )
 def test_a_run_that_does_nothing_or_something_else_is_not_correct(outcome):
-    claims = judge("replicas", QUIET, GOOD)
+    claims = judge("replicas", QUIET, GOOD, start_s=QUIET.start_s)
     assert all(claim.correct for claim in claims)
     assert claims[0].ours == pytest.approx(0.2)
     assert claims[0].baseline == pytest.approx(4.0)
-    assert not any(claim.correct for claim in judge("replicas", QUIET, outcome))
+    assert not any(claim.correct for claim in judge("replicas", QUIET, outcome, start_s=4.0))
 
 
 def test_a_restart_counts_from_the_killed_step_to_all_ranks_in_the_next():

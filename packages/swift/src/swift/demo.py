@@ -1,6 +1,6 @@
 """The demo: a small Llama learns verses; a replica is killed, then a pipeline loses a stage.
 
-Each training (`swift.training.verses`) runs twice at the same time under `meshyard-swift run`, once
+Both trainings (`swift.training.verses`) run twice at the same time under `meshyard-swift run`, once
 undisturbed and once with a rank that kills itself in the middle of a step. The long form has two kills, and
 the same training under torchrun, which starts all ranks again from a checkpoint of every step.
 """
@@ -33,6 +33,11 @@ _MODEL = "transformers.models.llama.modeling_llama"
 _SHORT, _FULL = 24, 200
 _KILLED_AT = {"replicas": (11,), "pipeline": (14,)}
 _KILLED_AT_FULL = {"replicas": (50, 120), "pipeline": (110,)}
+# Runs of one process share their template, which has imported torch and the model.
+_RUNS = (
+    "import json, sys; from swift.cli import main; "
+    "sys.exit(any(main(words) for words in json.loads(sys.argv[1])))"
+)
 _TORCHRUN = (
     *("torch.distributed.run", "--standalone", "--max-restarts", "3"),
     *("--monitor-interval", "0.1"),
@@ -53,13 +58,19 @@ class DemoTraining:
         digests: of the final state, by rank.
         steps: seconds of the machine's clock at which steps ended, by process: rank, step, seconds.
         failures: `swift.report`'s records.
-        started_s: when it was launched, by the same clock.
+        started_s: when its process was launched, by the same clock.
     """
 
     digests: Mapping[int, str]
     steps: Mapping[int, Sequence[tuple[int, int, float]]]
     failures: Sequence[Mapping[str, Any]]
     started_s: float
+
+    @property
+    def start_s(self) -> float:
+        """Seconds from the process's launch to the first step's end; 0 if there is none."""
+        first_s = min((ends[0][2] for ends in self.steps.values() if ends), default=self.started_s)
+        return first_s - self.started_s
 
 
 def run(out: Path, *, is_full: bool) -> bool:
@@ -77,54 +88,60 @@ def run(out: Path, *, is_full: bool) -> bool:
     """
     out.mkdir(parents=True, exist_ok=True)
     steps = _FULL if is_full else _SHORT
-    found: dict[str, tuple[DemoTraining, DemoTraining]] = {}
+    kills = _KILLED_AT_FULL if is_full else _KILLED_AT
     with (
         tempfile.TemporaryDirectory(dir=out) as folder,
         show_progress("swift: training") as progress,
     ):
-        for kind, kills in (_KILLED_AT_FULL if is_full else _KILLED_AT).items():
-            progress.update(f"swift: training, {kind}, undisturbed and killed")
-            begun = [
-                _Training(kind, steps, chosen, Path(folder) / f"{kind}-{len(chosen)}")
-                for chosen in ((), kills)
-            ]
-            quiet, disturbed = (one.wait() for one in begun)
-            found[kind] = quiet, disturbed
+        progress.update("swift: training, replicas and a pipeline, undisturbed and killed")
+        begun = [
+            _begin_runs(Path(folder) / name, steps, chosen)
+            for name, chosen in (("undisturbed", dict.fromkeys(kills, ())), ("killed", kills))
+        ]
+        quiet, disturbed = (one.wait() for one in begun)
         restarted = None
         if is_full:
             progress.update("swift: training, replicas under torchrun, killed")
-            kill = _KILLED_AT_FULL["replicas"][0]
-            restarted = _Training("torchrun", steps, (kill,), Path(folder) / "torchrun").wait()
-    _draw(found["replicas"][1], out / "failure.svg")
-    claims = [claim for kind, pair in found.items() for claim in judge(kind, *pair)]
+            restarted = _begin_torchrun(Path(folder), steps, kills["replicas"][0]).wait()[
+                "torchrun"
+            ]
+    _draw(disturbed["replicas"], out / "failure.svg")
+    # The pipeline's process has imported everything by then, which starting anew would not have.
+    start_s = quiet["replicas"].start_s
+    claims = [
+        claim
+        for kind in kills
+        for claim in judge(kind, quiet[kind], disturbed[kind], start_s=start_s)
+    ]
     if restarted is not None:
-        kill = _KILLED_AT_FULL["replicas"][0]
-        claims.append(judge_restart(found["replicas"][1], restarted, kill))
-    figures = {kind: list(disturbed.failures) for kind, (_, disturbed) in found.items()}
+        claims.append(judge_restart(disturbed["replicas"], restarted, kills["replicas"][0]))
+    figures = {kind: list(training.failures) for kind, training in disturbed.items()}
     return finish(out, "swift", claims, figures)
 
 
-def judge(kind: str, quiet: DemoTraining, disturbed: DemoTraining) -> list[Claim]:
+def judge(
+    kind: str, quiet: DemoTraining, disturbed: DemoTraining, *, start_s: float
+) -> list[Claim]:
     """What a training that lost a rank shows beside its undisturbed run.
 
     Args:
         kind: "replicas" or "pipeline".
         quiet: the run without a failure.
         disturbed: the run with some.
+        start_s: seconds until ranks that are started anew have made a step.
     """
     what = "a replica" if kind == "replicas" else "a pipeline stage"
     expected = [quiet.digests.get(rank) for rank in range(_RANKS)]
     same = [disturbed.digests.get(rank) == expected[rank] for rank in range(_RANKS)]
     is_right = all(same) and None not in expected and bool(disturbed.failures)
     longest = [_outage_s(failure) for failure in disturbed.failures]
-    first_s = min((ends[0][2] for ends in quiet.steps.values() if ends), default=quiet.started_s)
     told = "; ".join(failure["reason"] for failure in disturbed.failures) or "no rank was lost"
     return [
         Claim(
             name=f"seconds until all are at work again, {what} killed",
             unit="s",
             ours=max(longest, default=float("nan")),
-            baseline=first_s - quiet.started_s,
+            baseline=start_s,
             baseline_name="starting all ranks anew, up to a first step",
             higher_is_better=False,
             correct=is_right,
@@ -181,29 +198,50 @@ def _outage_s(failure: Mapping[str, Any]) -> float:
     )
 
 
-class _Training:
-    """One training under `meshyard-swift run` or, of kind "torchrun", under that."""
+def _begin_runs(folder: Path, steps: int, kills: Mapping[str, Sequence[int]]) -> _Trainings:
+    """Begins trainings under `meshyard-swift run`, of a kind each, with the steps of their kills."""
+    runs = [
+        [
+            *("run", "-n", str(_RANKS), "--spares", "1", "--preload", _MODEL),
+            *("--report", str(folder / kind / "report.json")),
+            *("--", *_script(kind, folder, steps, at)),
+        ]
+        for kind, at in kills.items()
+    ]
+    return _Trainings(folder, list(kills), ["-c", _RUNS, json.dumps(runs)])
 
-    def __init__(self, kind: str, steps: int, kills: Sequence[int], folder: Path) -> None:
-        folder.mkdir()
-        self._folder = folder
-        self._log = folder / "output.txt"
-        script = [str(_SCRIPT), kind, str(folder), "--steps", str(steps)]
-        script += [word for step in kills for word in ("--kill", str(step))]
-        self._report = folder / "report.json"
-        ours = ["swift", "run", "-n", str(_RANKS), "--spares", "1", "--report", str(self._report)]
-        launchers = {"torchrun": [*_TORCHRUN, "--nproc-per-node", str(_RANKS)]}
-        launcher = launchers.get(kind, [*ours, "--preload", _MODEL, "--"])
+
+def _begin_torchrun(folder: Path, steps: int, kill: int) -> _Trainings:
+    launcher = ["-m", *_TORCHRUN, "--nproc-per-node", str(_RANKS)]
+    return _Trainings(
+        folder, ["torchrun"], [*launcher, *_script("torchrun", folder, steps, (kill,))]
+    )
+
+
+def _script(kind: str, folder: Path, steps: int, kills: Sequence[int]) -> list[str]:
+    words = [str(_SCRIPT), kind, str(folder / kind), "--steps", str(steps)]
+    return [*words, *(word for step in kills for word in ("--kill", str(step)))]
+
+
+class _Trainings:
+    """Trainings that a process of Python does one after another, each with a folder of its kind."""
+
+    def __init__(self, folder: Path, kinds: Sequence[str], command: Sequence[str]) -> None:
+        self._folders = {kind: folder / kind for kind in kinds}
+        for one in self._folders.values():
+            one.mkdir(parents=True)
+        self._log = self._folders[kinds[0]] / "output.txt"
         self._started_s = time.monotonic()
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", *launcher, *script],
+                [sys.executable, *command],
                 stdout=log,
                 stderr=log,
                 env={**os.environ, **_ENVIRONMENT},
             )
 
-    def wait(self) -> DemoTraining:
+    def wait(self) -> dict[str, DemoTraining]:
+        """What each came to, once all have ended."""
         try:
             ended = f"ended with status {self._process.wait(_LIMIT_S)}"
         except subprocess.TimeoutExpired:
@@ -214,17 +252,22 @@ class _Training:
         if status:
             words = self._log.read_text(encoding="utf-8", errors="replace")
             raise MeshyardError(f"the demo's training {ended}; its last words: {words[-2000:]}")
-        digests: dict[int, str] = {}
-        steps: dict[int, list[tuple[int, int, float]]] = {}
-        for path in self._folder.glob("*.jsonl"):
-            for line in map(json.loads, path.read_text(encoding="utf-8").splitlines()):
-                if "digest" in line:
-                    digests[line["rank"]] = line["digest"]
-                else:
-                    ends = steps.setdefault(int(path.stem), [])
-                    ends.append((line["rank"], line["step"], line["at_s"]))
-        failures = read_failures(self._report) if self._report.exists() else []
-        return DemoTraining(digests, steps, failures, self._started_s)
+        return {kind: _read(folder, self._started_s) for kind, folder in self._folders.items()}
+
+
+def _read(folder: Path, started_s: float) -> DemoTraining:
+    digests: dict[int, str] = {}
+    steps: dict[int, list[tuple[int, int, float]]] = {}
+    for path in folder.glob("*.jsonl"):
+        for line in map(json.loads, path.read_text(encoding="utf-8").splitlines()):
+            if "digest" in line:
+                digests[line["rank"]] = line["digest"]
+            else:
+                ends = steps.setdefault(int(path.stem), [])
+                ends.append((line["rank"], line["step"], line["at_s"]))
+    report = folder / "report.json"
+    failures = read_failures(report) if report.exists() else []
+    return DemoTraining(digests, steps, failures, started_s)
 
 
 def _draw(found: DemoTraining, path: Path) -> None:
