@@ -203,6 +203,7 @@ def test_row_taken_out_of_the_page_is_missing(yard):
         ("<!-- ratio eta/tiny: sum -->", "expected a recorded benchmark of eta: []"),
         ("<!-- ratio tiny -->", "expected 'benchmark: words'"),
         ("<!-- ratio tiny: product -->\n<!-- measured -->", "before the next"),
+        ("<!-- claims\ntiny: product\n-->", "its keys in readme_claims.txt, got 'tiny: product'"),
     ],
 )
 def test_mark_that_cannot_be_filled_names_what_it_could_be(yard, mark, message):

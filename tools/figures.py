@@ -140,7 +140,8 @@ def chosen_table(package: str, series: list[Series], root: Path) -> str:
     file = root / f"bench/{package}/readme_claims.txt"
     if not file.is_file():
         raise MarkError(
-            f"{file.relative_to(root)}: expected a key and its labels a line, got no file"
+            f"{file.relative_to(root)}: expected a key and its labels a line, got no file; write it "
+            "(--list prints the keys)"
         )
     lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
     if len(lines) > MOST_ROWS:
@@ -200,6 +201,11 @@ def filled(text: str, page: Path, package: str, series: list[Series], root: Path
     def fill(match: re.Match) -> str:
         kind, asked, body = match.groups()
         if kind == "claims":
+            if asked.strip() or not package:
+                raise MarkError(
+                    "expected <!-- claims --> in a package's page, its keys in readme_claims.txt, got "
+                    f"{asked.strip() or 'the root'!r}"
+                )
             body = f"\n\n{chosen_table(package, series, root)}\n\n"
         elif kind == "measured":
             mine = [one for one in series if one.newest.package == package]

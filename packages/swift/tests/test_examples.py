@@ -3,11 +3,22 @@
 import re
 from pathlib import Path
 
+import launching
 import pytest
 
 HOME = Path(__file__).parents[1]
 EXAMPLES = HOME / "examples"
 OPTIONS = ("-n", "2", "--spares", "1")
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory):
+    """Does runs whose ranks find a large import made."""
+    found = launching.Driver(
+        tmp_path_factory.mktemp("driver"), "transformers.models.llama.modeling_llama"
+    )
+    yield found
+    found.close()
 
 
 def losses_of(printed):

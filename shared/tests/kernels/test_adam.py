@@ -112,6 +112,28 @@ def test_nothing_is_too_strange_to_be_restored(form, dtype):
         assert same_bits(ours, before)
 
 
+@pytest.mark.parametrize("hyper", [ADAMW, ADAM], ids=["adamw", "adam"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_beside_a_guess_that_is_nan_escapes(form, dtype, hyper):
+    """Words beside zeros, where they wrap, are those of NaN, which a form may make another of."""
+    kind = words(torch.zeros(1, dtype=dtype)).dtype
+    nan = torch.tensor([-1, torch.iinfo(kind).max, 3], dtype=kind).view(dtype)
+    zeros = torch.tensor([0.0, -0.0, 1.0]).to(dtype)
+    grad, value = nan.repeat_interleave(3).repeat(100), zeros.repeat(300)
+    before = AdamTensors(value, grad, value.clone(), value.abs())
+    expected, ours = copy(before), AdamTensors(*(t.to(form.device) for t in copy(before)))
+    theirs, residual = adam.new_residual(expected.param), adam.new_residual(ours.param)
+    reference.step([expected], [factors(hyper, 1)], [theirs])
+    form.of("adam").step([ours], [factors(hyper, 1)], [residual])
+    assert torch.equal(residual.codes.cpu(), theirs.codes)
+    is_nan = grad.isnan()
+    assert bool(is_nan.any())
+    assert bool((theirs.codes[:, is_nan] == ESCAPE).all())
+    assert not bool((theirs.codes[:, ~is_nan] == ESCAPE).all())
+    form.of("adam").undo([ours], [factors(hyper, 1)], [residual])
+    assert same_bits(ours, before)
+
+
 def test_steps_of_several_parameters_use_their_own_numbers_and_lists(form):
     sizes = [5, BLOCK + 3, 2]
     before = [draw(n, torch.float32, form.device, seed=n) for n in sizes]

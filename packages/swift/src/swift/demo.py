@@ -1,8 +1,9 @@
 """The demo: a small Llama learns verses; a replica is killed, then a pipeline loses a stage.
 
-Both trainings (`swift.training.verses`) run twice at the same time under `meshyard-swift run`, once
-undisturbed and once with a rank that kills itself in the middle of a step. The long form has two kills, and
-the same training under torchrun, which starts all ranks again from a checkpoint of every step.
+Two processes side by side do both trainings (`swift.training.verses`) under `meshyard-swift run`, one
+training after the other: in one process undisturbed, in the other a rank kills itself in the middle of a
+step. The long form has two kills, and the same training under torchrun, which starts all ranks again from a
+checkpoint of every step.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _MODEL = "transformers.models.llama.modeling_llama"
 _SHORT, _FULL = 24, 200
 _KILLED_AT = {"replicas": (11,), "pipeline": (14,)}
 _KILLED_AT_FULL = {"replicas": (50, 120), "pipeline": (110,)}
-# Runs of one process share their template, which has imported torch and the model.
+# Runs of one process fork their ranks from one template, which has imported torch and the model.
 _RUNS = (
     "import json, sys; from swift.cli import main; "
     "sys.exit(any(main(words) for words in json.loads(sys.argv[1])))"
@@ -58,7 +59,8 @@ class DemoTraining:
         digests: of the final state, by rank.
         steps: seconds of the machine's clock at which steps ended, by process: rank, step, seconds.
         failures: `swift.report`'s records.
-        started_s: when its process was launched, by the same clock.
+        started_s: when its process was launched, by the same clock; it may have done other trainings
+            before.
     """
 
     digests: Mapping[int, str]
@@ -68,7 +70,7 @@ class DemoTraining:
 
     @property
     def start_s(self) -> float:
-        """Seconds from the process's launch to the first step's end; 0 if there is none."""
+        """Seconds from the process's launch to the beginning of the first step; 0 if there is none."""
         first_s = min((ends[0][2] for ends in self.steps.values() if ends), default=self.started_s)
         return first_s - self.started_s
 
@@ -90,23 +92,23 @@ def run(out: Path, *, is_full: bool) -> bool:
     steps = _FULL if is_full else _SHORT
     kills = _KILLED_AT_FULL if is_full else _KILLED_AT
     with (
-        tempfile.TemporaryDirectory(dir=out) as folder,
+        # Ranks of a training that is killed may write to it a moment longer.
+        tempfile.TemporaryDirectory(dir=out, ignore_cleanup_errors=True) as folder,
         show_progress("swift: training") as progress,
     ):
         progress.update("swift: training, replicas and a pipeline, undisturbed and killed")
-        begun = [
-            _begin_runs(Path(folder) / name, steps, chosen)
-            for name, chosen in (("undisturbed", dict.fromkeys(kills, ())), ("killed", kills))
-        ]
-        quiet, disturbed = (one.wait() for one in begun)
+        with (
+            _begin_runs(Path(folder) / "undisturbed", steps, dict.fromkeys(kills, ())) as first,
+            _begin_runs(Path(folder) / "killed", steps, kills) as second,
+        ):
+            quiet, disturbed = first.wait(), second.wait()
         restarted = None
         if is_full:
             progress.update("swift: training, replicas under torchrun, killed")
-            restarted = _begin_torchrun(Path(folder), steps, kills["replicas"][0]).wait()[
-                "torchrun"
-            ]
+            with _begin_torchrun(Path(folder), steps, kills["replicas"][0]) as third:
+                restarted = third.wait()["torchrun"]
     _draw(disturbed["replicas"], out / "failure.svg")
-    # The pipeline's process has imported everything by then, which starting anew would not have.
+    # As the pipeline begins, its process has imported everything, which starting anew would not have.
     start_s = quiet["replicas"].start_s
     claims = [
         claim
@@ -128,7 +130,7 @@ def judge(
         kind: "replicas" or "pipeline".
         quiet: the run without a failure.
         disturbed: the run with some.
-        start_s: seconds until ranks that are started anew have made a step.
+        start_s: seconds until replicas that are started anew begin to step.
     """
     what = "a replica" if kind == "replicas" else "a pipeline stage"
     expected = [quiet.digests.get(rank) for rank in range(_RANKS)]
@@ -142,7 +144,7 @@ def judge(
             unit="s",
             ours=max(longest, default=float("nan")),
             baseline=start_s,
-            baseline_name="starting all ranks anew, up to a first step",
+            baseline_name="starting all replicas anew, up to their first step",
             higher_is_better=False,
             correct=is_right,
             detail=told,
@@ -227,6 +229,7 @@ class _Trainings:
     """Trainings that a process of Python does one after another, each with a folder of its kind."""
 
     def __init__(self, folder: Path, kinds: Sequence[str], command: Sequence[str]) -> None:
+        self._name = folder.name
         self._folders = {kind: folder / kind for kind in kinds}
         for one in self._folders.values():
             one.mkdir(parents=True)
@@ -240,18 +243,32 @@ class _Trainings:
                 env={**os.environ, **_ENVIRONMENT},
             )
 
+    def __enter__(self) -> _Trainings:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.wait()
+
     def wait(self) -> dict[str, DemoTraining]:
-        """What each came to, once all have ended."""
+        """What each came to, once all have ended.
+
+        Raises:
+            MeshyardError: one failed, or they take too long.
+        """
+        limit_s = _LIMIT_S * len(self._folders)
         try:
-            ended = f"ended with status {self._process.wait(_LIMIT_S)}"
+            status = self._process.wait(limit_s)
+            ended = f"ended with status {status}" if status else None
         except subprocess.TimeoutExpired:
-            ended = f"did not end in {_LIMIT_S:g} s"
-        finally:
-            self._process.kill()
-            status = self._process.wait()
-        if status:
+            ended = f"did not end in {limit_s:g} s"
+        if ended is not None:
             words = self._log.read_text(encoding="utf-8", errors="replace")
-            raise MeshyardError(f"the demo's training {ended}; its last words: {words[-2000:]}")
+            begun = [kind for kind, folder in self._folders.items() if any(folder.glob("*.jsonl"))]
+            raise MeshyardError(
+                f"the demo's trainings ({self._name}; begun: {', '.join(begun) or 'none'}) {ended}; "
+                f"their last words: {words[-2000:]}"
+            )
         return {kind: _read(folder, self._started_s) for kind, folder in self._folders.items()}
 
 

@@ -12,7 +12,6 @@ from pathlib import Path
 SCRIPT = Path(__file__).with_name("small_training.py")
 TESTS = Path(__file__).parents[1]
 STEPS = 16
-PRELOADED = ["transformers.models.llama.modeling_llama", "torch.distributed.fsdp"]
 LIMIT_S = 100.0
 
 
@@ -44,10 +43,12 @@ class Driver:
     """A process that does one run after another, so that Python's start is waited for once.
 
     Attributes:
+        preloaded: the module that its template imports besides torch.
         temporary: its folder for temporary files.
     """
 
-    def __init__(self, folder):
+    def __init__(self, folder, preloaded="torch.distributed.fsdp"):
+        self.preloaded = preloaded
         self.temporary = folder / "temporary"
         self.temporary.mkdir()
         self._log = folder / "log"
@@ -78,7 +79,7 @@ class Driver:
             self._launch()
         self._is_running = True
         self._start = self._log.stat().st_size
-        command = ["run", "--preload", *PRELOADED, *map(str, words)]
+        command = ["run", "--preload", self.preloaded, *map(str, words)]
         self._process.stdin.write(json.dumps([str(folder), command]) + "\n")
         self._process.stdin.flush()
 

@@ -122,6 +122,7 @@ class LogWriter:
         self._blocks = when_full == "block"
         self._waiting: deque[tuple[Key, Tensor, torch.Event | None]] = deque()
         self._waiting_bytes, self._is_busy, self._is_closed = 0, False, False
+        # `_changed` tells of every change of the queue; `_is_awaited` ends the gathering early.
         self._changed, self._is_awaited = threading.Condition(), threading.Event()
         self._stream: torch.cuda.Stream | None = None
         self._chunks: list[ChunkFile] = []

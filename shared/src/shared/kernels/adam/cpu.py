@@ -1,8 +1,7 @@
 """Adam's step, its residual and its inverse in numba, a block at a time in the first cache.
 
-The step is two loops over a block, codes included: the averages, then the parameter, whose root and
-division take so long that a processor reaches the next elements in time only if few instructions lie
-between. What was there stays in rows of one scratch array, at constant distances, for the loop that lists
+The step is two loops over a block, codes included: the averages, then the parameter. Its root and division
+are slow, and overlap with those of later elements only if its loop is short. What was there stays in rows of one scratch array, at constant distances, for the loop that lists
 what escapes. The inverse's guesses lie there too: loops over them need no run-time test of whether arrays
 overlap, and become vectors.
 
@@ -121,7 +120,7 @@ def _word(number, narrow):  # noqa: ANN001, ANN202
 def _off(number, guess, narrow):  # noqa: ANN001, ANN202
     """Units in the last place from a guess to a number, plus 127; above 254 if no code tells it.
 
-    A float32 that is NaN may be near a guess that is (`_escape_nan`); all others are far from it.
+    A float32 may be near a guess that is NaN: `_escape_nan` sees to those.
     """
     was, word = _bits(number), _bits(guess)
     if narrow is None:
@@ -184,7 +183,8 @@ def _step_averages(  # noqa: ANN202
 def _step_param(param, exp_avg, exp_avg_sq, start, size, f, narrow, keep, codes, s):  # noqa: ANN001, ANN202
     """Step a block's parameter after its averages; with `keep`, write its codes and what was there.
 
-    Returns the parameter's largest magnitude, as a word: that of NaN, wherever one was or is.
+    Returns the parameter's largest magnitude, as a word. Whatever a NaN came in by, the old parameter,
+    an average or the gradient, the new parameter is NaN then.
     """
     decay, step_size, root_inverse, eps, decay_inverse = f[2], f[8], f[9], f[10], f[11]
     largest = np.int32(0)
@@ -204,9 +204,10 @@ def _step_param(param, exp_avg, exp_avg_sq, start, size, f, narrow, keep, codes,
 
 
 @inlined
-def _escape_nan(s, old, row, start, size, codes):  # noqa: ANN001, ANN202
+def _escape_nan(words, old, row, start, size, codes):  # noqa: ANN001, ANN202
+    """Have those float32 of a block escape whose guess is NaN: their word less their code."""
     for i in range(size):
-        if np.isnan(s[old + i]):
+        if np.isnan(_float(np.int32(words[old + i] - codes[row, start + i]))):
             codes[row, start + i] = _ESCAPE
 
 
@@ -323,10 +324,10 @@ def _step(  # noqa: ANN202
         )
         largest = _step_param(param, exp_avg, exp_avg_sq, start, size, f, narrow, keep, codes, s)
         if keep is not None:
-            if largest > _INF:
-                _escape_nan(s, _W0, 0, start, size, codes)
-                _escape_nan(s, _M0, 1, start, size, codes)
-                _escape_nan(s, _V0, 2, start, size, codes)
+            if narrow is None and largest > _INF:
+                _escape_nan(words, _W0, 0, start, size, codes)
+                _escape_nan(words, _M0, 1, start, size, codes)
+                _escape_nan(words, _V0, 2, start, size, codes)
             bases[block] = listed + at
             at = _list_escapes(codes, 0, start, size, words, _W0, narrow, escapes, at)
             at = _list_escapes(codes, 1, start, size, words, _M0, narrow, escapes, at)

@@ -32,5 +32,5 @@ def add_ulps(guess: Tensor, codes: Tensor) -> Tensor:
 
 
 def _words(values: Tensor) -> Tensor:
-    # Within a sign floats sort as their bits do; differences that wrap are no small ones.
+    # Within a sign floats sort as their bits do. Small differences that wrap are those of a NaN.
     return values.view(_WORDS[values.dtype]).to(torch.int32)
