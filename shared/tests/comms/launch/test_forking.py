@@ -275,18 +275,35 @@ def test_a_template_ends_with_its_process(tmp_path, end):
         assert process.stderr.read() == ""
 
 
-def test_a_template_runs_any_entry_point(tmp_path):
+SCARCE = """
+import os
+fork = os.fork
+def refused():
+    os.fork = fork
+    raise BlockingIOError(11, "too many processes")
+os.fork = refused
+"""
+
+
+def test_a_template_runs_any_entry_point_and_outlives_a_fork_that_the_system_refuses(tmp_path):
+    (tmp_path / "meshyard_scarce.py").write_text(SCARCE)
     (tmp_path / "meshyard_entry.py").write_text(
-        "import socket, sys\n"
+        "import os, socket, sys\n"
         "def main(args):\n"
-        "    socket.socket(fileno=int(args[0])).sendall(' '.join(args[1:]).encode())\n"
+        "    words = [*args[1:], str(os.getppid())]\n"
+        "    socket.socket(fileno=int(args[0])).sendall(' '.join(words).encode())\n"
         "    sys.exit(0)\n"
     )
     ours, theirs = socket.socketpair()
     env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    given = {"cores": {0}, "modules": ["meshyard_scarce"], "entry": "meshyard_entry"}
     with ours, theirs:
-        forked = forking.fork(
-            theirs.fileno(), [0, "a", 7], env, 60.0, cores={0}, entry="meshyard_entry"
-        )
-        assert ours.recv(100) == b"a 7"
-        assert forked.wait(30.0) is not None
+        assert forking.fork(theirs.fileno(), [0], env, 60.0, **given) is None
+        told = []
+        for number in (7, 8):
+            forked = forking.fork(theirs.fileno(), [0, "a", number], env, 60.0, **given)
+            assert forked is not None, "a template that was begun anew refuses again"
+            told.append(ours.recv(100).split())
+            assert forked.wait(30.0) is not None
+    assert [words[:2] for words in told] == [[b"a", b"7"], [b"a", b"8"]]
+    assert told[0][2] == told[1][2]

@@ -26,9 +26,11 @@ from pathlib import Path
 
 from shared.comms.handicap import ISAS
 
-__all__ = ["NUMBER", "START_S", "Forked", "fork"]
+__all__ = ["NO_PROCESS", "NUMBER", "START_S", "Forked", "fork"]
 
 NUMBER = struct.Struct("i")
+NO_PROCESS = 0
+"""What a template answers in place of a process id when the system lets it fork none."""
 
 # Variables that differ between ranks or tests and that libraries do not read when loaded.
 _OF_A_RANK = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "PYTEST_CURRENT_TEST"}
@@ -61,6 +63,10 @@ def _forget() -> None:
 os.register_at_fork(after_in_child=_forget)
 
 
+class _NotForkedError(Exception):
+    """The system lets the template fork no process now; it is as good as before."""
+
+
 class Forked:
     """A forked process, with the part of `subprocess.Popen`'s interface that a pool uses."""
 
@@ -69,6 +75,8 @@ class Forked:
         self._status = status
         self._lock = threading.Lock()
         self.pid = self._read()
+        if self.pid == NO_PROCESS:
+            raise _NotForkedError
         self.returncode: int | None = None
 
     def _read(self) -> int:
@@ -152,6 +160,8 @@ def fork(
             return None
         try:
             forked = template.fork(control, args, env, limit_s, cores, entry)
+        except _NotForkedError:
+            forked = None
         except BaseException as error:
             _retire(template)
             if isinstance(error, EOFError | OSError) and not isinstance(error, TimeoutError):

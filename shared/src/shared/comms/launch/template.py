@@ -18,7 +18,7 @@ from contextlib import suppress
 from typing import NoReturn
 
 from shared.comms.launch import rank
-from shared.comms.launch.forking import NUMBER
+from shared.comms.launch.forking import NO_PROCESS, NUMBER
 
 __all__: list[str] = []
 
@@ -80,10 +80,14 @@ def _main() -> None:
 def _answer(
     data: bytes, fds: list[int], running: dict[int, int], ours: list[int], mask: set
 ) -> None:
-    """Forks a rank and writes its process id to the status pipe."""
+    """Forks a rank and writes its process id to the status pipe, or that there is none."""
     control, status, errors = fds
     template = os.getpid()
-    pid = os.fork()
+    try:
+        pid = os.fork()
+    except OSError:
+        os.write(status, NUMBER.pack(NO_PROCESS))
+        return
     if not pid:
         _run(template, data, control, errors, [*ours, status], mask)
     running[pid] = status
