@@ -267,6 +267,27 @@ def test_packing_in_workers_is_split_anew(is_persistent):
     assert Counter(t for s in loader for t in s.tolist()) == tokens_of(60)
 
 
+def test_neither_a_position_nor_a_sequence_shares_memory_with_the_reader():
+    # A worker's queue moves the memory of what it sends, in a thread beside the reader.
+    order = LoaderState(3, shuffle=False, rank=0, world_size=1)
+    long = torch.arange(300)
+    read = order.pack(lambda index: long[100 * index : 100 * (index + 1)], 30)
+    seen = []
+    for sequence in read:
+        seen += sequence.tolist()
+        order.buffer.append({"nested": [1]})
+        state = order.state_dict()
+        assert all(
+            item.untyped_storage().nbytes() == item.nbytes
+            for item in [sequence, *state["buffer"][:-1]]
+        )
+        for tensor in [sequence, *state["buffer"][:-1]]:
+            tensor.fill_(-1)
+        state["buffer"][-1]["nested"].append(2)
+        assert order.buffer.pop() == {"nested": [1]}
+    assert seen == list(range(300)) == long.tolist()
+
+
 class Streamed(Documents):
     """The samples themselves."""
 

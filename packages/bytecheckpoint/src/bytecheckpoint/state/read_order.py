@@ -11,6 +11,7 @@ is ours.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -164,7 +165,11 @@ class ReadOrder:
             yield from self._cut(min(length, sum(map(len, self.buffer))))
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns this reader's position as a record of plain values."""
+        """Returns this reader's position as a record of plain values, with copies of `buffer`'s.
+
+        A worker's queue sends the record from a thread of its own, which moves a tensor's memory
+        into shared memory and frees the old while the worker goes on reading.
+        """
         reader, num_readers = self._find_reader()
         return {
             _MARK: _VERSION,
@@ -179,7 +184,7 @@ class ReadOrder:
             "num_readers": num_readers,
             "epoch": self.epoch,
             "taken": self.taken,
-            "buffer": list(self.buffer),
+            "buffer": [_copy(item) for item in self.buffer],
             "counters": dict(self.counters),
         }
 
@@ -329,9 +334,9 @@ class ReadOrder:
     def _cut(self, length: int) -> Iterator[torch.Tensor]:
         buffer = self.buffer
         while buffer and sum(map(len, buffer)) >= length:
-            tokens = torch.cat(buffer)
-            buffer[:] = [tokens[length:].clone()] if len(tokens) > length else []
-            yield tokens[:length]
+            tokens = torch.cat(buffer) if len(buffer) > 1 else buffer[0]
+            buffer[:] = [tokens[length:]] if len(tokens) > length else []
+            yield tokens[:length].clone()
 
     def _check(self, state: dict[str, Any]) -> None:
         if not isinstance(state, dict) or state.get(_MARK) != _VERSION:
@@ -349,6 +354,11 @@ class ReadOrder:
                     f"reads, got one in data of {key} {state[key]!r}; use the data and order that "
                     f"were saved"
                 )
+
+
+def _copy(item: Any) -> Any:
+    # Of a view, a deep copy takes the memory of all that it is a view of.
+    return item.clone() if isinstance(item, torch.Tensor) else copy.deepcopy(item)
 
 
 def find_records(tree: Any) -> Iterator[dict[str, Any]]:
