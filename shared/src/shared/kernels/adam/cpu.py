@@ -22,7 +22,7 @@ from torch import Tensor
 
 from shared.kernels.adam.factors import Factors
 from shared.kernels.adam.layout import BLOCK, AdamTensors, Residual
-from shared.kernels.adam.ulps import ESCAPE
+from shared.kernels.adam.ulps import ESCAPE, FARTHEST
 from shared.kernels.jit import compiled, inlined
 from shared.kernels.rows import over_rows
 
@@ -40,14 +40,13 @@ _HALF = np.int32(0x7FFF)
 _HIGH = np.int32(-0x10000)
 _1 = np.int32(1)
 _16 = np.int32(16)
-_127 = np.int32(127)
-_BEYOND = np.uint32(255)
-_NONE = np.uint32(127)
-_FARTHEST = np.uint32(0xFFFFFFFF)
-_ESCAPE = np.int8(ESCAPE)
+_LOWEST, _HIGHEST = np.int32(-128), np.int32(127)
+_BEYOND = np.int32(-0x80000000)
+_ESCAPE, _FARTHEST, _SPAN = np.int8(ESCAPE), np.int8(FARTHEST), np.uint8(2 * FARTHEST)
 _ZERO = np.float32(0)
-# Codes that are looked through together for one that escapes: fewer are no whole round of vectors.
-_FEW = np.uint64(256)
+# Codes that are looked through together for one that escapes, and if there is one, again.
+_MANY = np.uint64(256)
+_FEW = np.uint64(32)
 _NO_CODES = np.empty((3, 0), np.int8)
 _NO_BASES = np.empty(0, np.int64)
 
@@ -118,20 +117,21 @@ def _word(number, narrow):  # noqa: ANN001, ANN202
 
 @inlined
 def _off(number, guess, narrow):  # noqa: ANN001, ANN202
-    """Units in the last place from a guess to a number, plus 127; above 254 if no code tells it.
+    """Units in the last place from a guess to a number.
 
     A float32 may be near a guess that is NaN: `_escape_nan` sees to those.
     """
     was, word = _bits(number), _bits(guess)
     if narrow is None:
-        return np.uint32(was - word + _127)
-    off = np.uint32(np.int32(was >> _16) - np.int32(word >> _16) + _127)
-    return _FARTHEST if np.isnan(guess) else off
+        return np.int32(was - word)
+    off = np.int32(np.int32(was >> _16) - np.int32(word >> _16))
+    return _BEYOND if np.isnan(guess) else off
 
 
 @inlined
 def _code(off):  # noqa: ANN001, ANN202
-    return np.int8(min(off, _BEYOND) - _NONE)
+    # So processors pack words into bytes, in one instruction. What is at an end may be farther off.
+    return np.int8(min(max(off, _LOWEST), _HIGHEST))
 
 
 @inlined
@@ -233,23 +233,35 @@ def _retreat_averages(s, size, f, narrow):  # noqa: ANN001, ANN202
 
 
 @inlined
+def _any_escapes(codes, row, first, stop):  # noqa: ANN001, ANN202
+    """Whether a code of [first, stop) is beyond the farthest; vectors tell it of all at once."""
+    most = np.uint8(0)
+    for at in range(first, stop):
+        most = max(most, np.uint8(codes[row, at] + _FARTHEST))
+    return most > _SPAN
+
+
+@inlined
 def _list_escapes(codes, row, start, size, words, old, narrow, escapes, at):  # noqa: ANN001, ANN202
-    first = np.uint64(0)
-    while first < size:
-        stop = min(first + _FEW, size)
-        # Vectors tell at once that none of these escapes, as most often.
-        lowest = np.int8(0)
-        for i in range(first, stop):
-            lowest = min(lowest, codes[row, start + i])
-        if lowest == _ESCAPE:
-            for i in range(first, stop):
-                if codes[row, start + i] == _ESCAPE:
-                    word = words[old + i]
-                    if narrow is not None:
-                        word = np.int32(word >> _16)
-                    escapes[at] = word
-                    at += 1
-        first = stop
+    """Mark the codes that escape and list what was there; returns where the next row's begin."""
+    end = start + size
+    many = start
+    while many < end:
+        many_end = min(many + _MANY, end)
+        few = many if _any_escapes(codes, row, many, many_end) else many_end
+        while few < many_end:
+            few_end = min(few + _FEW, many_end)
+            if _any_escapes(codes, row, few, few_end):
+                for i in range(few, few_end):
+                    if np.uint8(codes[row, i] + _FARTHEST) > _SPAN:
+                        codes[row, i] = _ESCAPE
+                        word = words[old + i - start]
+                        if narrow is not None:
+                            word = np.int32(word >> _16)
+                        escapes[at] = word
+                        at += 1
+            few = few_end
+        many = many_end
     return at
 
 

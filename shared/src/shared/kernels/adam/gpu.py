@@ -15,10 +15,12 @@ from torch import Tensor
 
 from shared.kernels.adam.factors import Factors
 from shared.kernels.adam.layout import BLOCK, AdamTensors, Residual
+from shared.kernels.adam.ulps import FARTHEST
 
 __all__ = ["step", "undo"]
 
 _NUM_WARPS = 4
+_FARTHEST = tl.constexpr(FARTHEST)
 
 
 @triton.jit
@@ -63,7 +65,7 @@ def _code(value, guess, live, BF16: tl.constexpr):  # noqa: ANN001, ANN202
         was = was >> 16
         word = word >> 16
     off = was - word
-    fits = (off >= -127) & (off <= 127) & (broken == 0)
+    fits = (off >= -_FARTHEST) & (off <= _FARTHEST) & (broken == 0)
     return tl.where(live, tl.where(fits, off, -128), 0)
 
 

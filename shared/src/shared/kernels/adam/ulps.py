@@ -3,9 +3,12 @@
 import torch
 from torch import Tensor
 
-__all__ = ["ESCAPE", "add_ulps", "ulps_between"]
+__all__ = ["ESCAPE", "FARTHEST", "add_ulps", "ulps_between"]
 
-# The code of a difference that does not fit into [-127, 127].
+# Units that a code tells at most, either way. Beyond are the ends of a byte, at which a processor that
+# packs words into bytes puts all that lies farther.
+FARTHEST = 126
+# The code of a difference that does not fit into [-126, 126].
 ESCAPE = -128
 
 _WORDS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
@@ -22,7 +25,7 @@ def ulps_between(value: Tensor, guess: Tensor) -> Tensor:
         guess: Of the same type and shape.
     """
     off = _words(value) - _words(guess)
-    fits = (off >= -127) & (off <= 127) & ~guess.isnan()
+    fits = (off >= -FARTHEST) & (off <= FARTHEST) & ~guess.isnan()
     return torch.where(fits, off, ESCAPE).to(torch.int8)
 
 
