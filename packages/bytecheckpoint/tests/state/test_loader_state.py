@@ -1,5 +1,6 @@
 from collections import Counter
 from itertools import islice
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -267,25 +268,43 @@ def test_packing_in_workers_is_split_anew(is_persistent):
     assert Counter(t for s in loader for t in s.tolist()) == tokens_of(60)
 
 
-def test_neither_a_position_nor_a_sequence_shares_memory_with_the_reader():
+@pytest.mark.parametrize("in_worker", [False, True])
+def test_neither_a_position_nor_a_sequence_shares_memory_with_the_reader(in_worker, monkeypatch):
     # A worker's queue moves the memory of what it sends, in a thread beside the reader.
+    if in_worker:
+        worker = SimpleNamespace(id=0, num_workers=1)
+        monkeypatch.setattr("bytecheckpoint.state.read_order.get_worker_info", lambda: worker)
     order = LoaderState(3, shuffle=False, rank=0, world_size=1)
-    long = torch.arange(300)
-    read = order.pack(lambda index: long[100 * index : 100 * (index + 1)], 30)
-    seen = []
-    for sequence in read:
+    long, seen = torch.arange(300), []
+    for sequence in order.pack(lambda index: long[100 * index : 100 * (index + 1)], 30):
         seen += sequence.tolist()
         order.buffer.append({"nested": [1]})
         state = order.state_dict()
-        assert all(
-            item.untyped_storage().nbytes() == item.nbytes
-            for item in [sequence, *state["buffer"][:-1]]
-        )
-        for tensor in [sequence, *state["buffer"][:-1]]:
-            tensor.fill_(-1)
-        state["buffer"][-1]["nested"].append(2)
-        assert order.buffer.pop() == {"nested": [1]}
+        *tensors, plain = state["buffer"]
+        for tensor in [sequence, *tensors]:
+            assert tensor.untyped_storage().nbytes() == tensor.nbytes
+        if in_worker:
+            # It stays where it is, and the next position has the same: only what is new is copied.
+            assert all(tensor.is_shared() for tensor in tensors)
+            again = order.state_dict()["buffer"]
+            assert all(one is other for one, other in zip(tensors, again[:-1], strict=True))
+        else:
+            for tensor in tensors:
+                tensor.fill_(-1)
+        sequence.fill_(-1)
+        assert plain == order.buffer.pop() == {"nested": [1]}
     assert seen == list(range(300)) == long.tolist()
+
+
+@pytest.mark.parametrize("length", [30, 130])
+def test_documents_may_share_memory_with_the_next_ones(length):
+    order = LoaderState(3, shuffle=False, rank=0, world_size=1)
+    room = torch.empty(100, dtype=torch.int64)
+
+    def fetch(index):
+        return torch.arange(100 * index, 100 * (index + 1), out=room)
+
+    assert torch.cat(list(order.pack(fetch, length))).tolist() == list(range(300))
 
 
 class Streamed(Documents):

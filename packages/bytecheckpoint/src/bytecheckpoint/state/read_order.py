@@ -11,7 +11,6 @@ is ours.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -53,7 +52,8 @@ class ReadOrder:
     Attributes:
         epoch: the epoch being read, from 0.
         buffer: values that this reader took from its samples and has not used, in order; tensors or
-            JSON-like values. When the number of readers changes, whole items are redistributed.
+            JSON-like values, which nobody changes in place. When the number of readers changes, whole
+            items are redistributed.
         counters: further numbers to save; equal on all ranks.
     """
 
@@ -157,7 +157,7 @@ class ReadOrder:
         """
         yield from self._cut(length)
         for index in self:
-            self.buffer.append(fetch(index))
+            self.buffer.append(fetch(index).clone())  # which may use its memory again
             yield from self._cut(length)
         if drop_last:
             self.buffer.clear()
@@ -165,11 +165,7 @@ class ReadOrder:
             yield from self._cut(min(length, sum(map(len, self.buffer))))
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns this reader's position as a record of plain values, with copies of `buffer`'s.
-
-        A worker's queue sends the record from a thread of its own, which moves a tensor's memory
-        into shared memory and frees the old while the worker goes on reading.
-        """
+        """Returns this reader's position as a record of plain values, and of tensors in `buffer`."""
         reader, num_readers = self._find_reader()
         return {
             _MARK: _VERSION,
@@ -184,7 +180,7 @@ class ReadOrder:
             "num_readers": num_readers,
             "epoch": self.epoch,
             "taken": self.taken,
-            "buffer": [_copy(item) for item in self.buffer],
+            "buffer": self._copy_buffer(),
             "counters": dict(self.counters),
         }
 
@@ -333,10 +329,27 @@ class ReadOrder:
 
     def _cut(self, length: int) -> Iterator[torch.Tensor]:
         buffer = self.buffer
-        while buffer and sum(map(len, buffer)) >= length:
-            tokens = torch.cat(buffer) if len(buffer) > 1 else buffer[0]
+        if len(buffer) > 1 and sum(map(len, buffer)) >= length:
+            buffer[:] = [torch.cat(buffer)]
+        while buffer and len(buffer[0]) >= length:
+            tokens = buffer[0]
             buffer[:] = [tokens[length:]] if len(tokens) > length else []
+            # Of a view, a worker's queue would send the memory of the whole document.
             yield tokens[:length].clone()
+
+    def _copy_buffer(self) -> list[Any]:
+        """The buffer's values, with tensors that have memory of their own.
+
+        A worker's queue sends them from a thread of its own, which moves a tensor into shared
+        memory and frees the old while the worker reads it. What is in shared memory before stays
+        where it is; the buffer takes it too, so that it is copied once.
+        """
+        if get_worker_info() is None:
+            return [_clone(item) for item in self.buffer]
+        for at, item in enumerate(self.buffer):
+            if isinstance(item, torch.Tensor) and not _is_shared_whole(item):
+                self.buffer[at] = _clone(item).share_memory_()
+        return list(self.buffer)
 
     def _check(self, state: dict[str, Any]) -> None:
         if not isinstance(state, dict) or state.get(_MARK) != _VERSION:
@@ -356,9 +369,12 @@ class ReadOrder:
                 )
 
 
-def _copy(item: Any) -> Any:
-    # Of a view, a deep copy takes the memory of all that it is a view of.
-    return item.clone() if isinstance(item, torch.Tensor) else copy.deepcopy(item)
+def _clone(item: Any) -> Any:
+    return item.detach().clone() if isinstance(item, torch.Tensor) else item
+
+
+def _is_shared_whole(tensor: torch.Tensor) -> bool:
+    return tensor.is_shared() and tensor.untyped_storage().nbytes() == tensor.nbytes
 
 
 def find_records(tree: Any) -> Iterator[dict[str, Any]]:

@@ -132,7 +132,8 @@ class TrackedLoader:
             self._is_finished = state["is_finished"]
             record = next(find_records(state), None)
             if self._position is not None and record is not None:
-                self._position.epoch, self._position.counters = self.epoch, record["counters"]
+                self._position.epoch = self.epoch
+                self._position.counters = dict(record["counters"])
         else:
             assert self._position is not None, "checked at the start"
             self._position.load_state_dict(state["position"])
