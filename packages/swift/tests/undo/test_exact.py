@@ -5,7 +5,9 @@ import threading
 import pytest
 import torch
 from optimizers import COPIED, INVERTED, bits, make_parameters, set_gradients
+from torch.distributed.tensor import distribute_tensor
 
+from shared.comms.init import alone
 from shared.errors import ConfigError, DataError
 from swift.undo.undoable import undoable
 
@@ -227,6 +229,36 @@ def test_a_newcomers_state_has_the_names_shapes_and_types_of_a_step(name, dtype)
         assert list(made) == list(expected)
         for key, one in made.items():
             assert (one.shape, one.dtype) == (expected[key].shape, expected[key].dtype), key
+
+
+@pytest.mark.parametrize("name", [*INVERTED, *COPIED])
+def test_a_newcomers_state_of_a_shard_is_sharded_as_that_of_a_step(name):
+    make = (INVERTED | COPIED)[name]
+    with alone() as group:
+        mesh = group.device_mesh()
+        stepped, fresh = (
+            undoable(
+                make([torch.nn.Parameter(distribute_tensor(p, mesh)) for p in make_parameters()])
+            )
+            for _ in range(2)
+        )
+        for p in stepped.parameters:
+            p.grad = torch.ones_like(p)
+        stepped.step()
+        for index, (mine, theirs) in enumerate(
+            zip(fresh.parameters, stepped.parameters, strict=True)
+        ):
+            fresh.prepare(index)
+            made, expected = (
+                opt.optimizer.state[p] for opt, p in ((fresh, mine), (stepped, theirs))
+            )
+            assert list(made) == list(expected)
+            for key, one in made.items():
+                other = expected[key]
+                assert type(one) is type(other), key
+                if isinstance(one, torch.Tensor):
+                    assert (one.shape, one.dtype) == (other.shape, other.dtype), key
+                assert getattr(one, "placements", None) == getattr(other, "placements", None), key
 
 
 def test_memory_for_undoing_is_as_said():

@@ -76,12 +76,13 @@ def step_only(optimizer: Optimizer, group: Group, parameters: Sequence[Parameter
 
 def new_state(optimizer: Optimizer, group: Group, parameter: Parameter) -> dict[str, Any]:
     """The state that torch makes in a parameter's first step, with averages of 0; other values are arbitrary."""
-    if type(optimizer) not in _ELEMENTWISE or hasattr(parameter, "to_local"):
+    if type(optimizer) not in _ELEMENTWISE:
         return _step_twin(optimizer, group, torch.zeros_like(parameter))
-    # A step of a large tensor takes as long as its transfer.
-    small = torch.zeros(2, dtype=parameter.dtype, device=parameter.device)
+    # A step of a large tensor takes as long as its transfer, and one of a DTensor longer.
+    memory, mesh = local(parameter), getattr(parameter, "device_mesh", None)
+    small = torch.zeros(2, dtype=memory.dtype, device=memory.device)
     return {
-        name: torch.zeros_like(parameter, requires_grad=False, dtype=one.dtype)
+        name: part_of(parameter, torch.zeros_like(memory, dtype=one.dtype), mesh)
         if isinstance(one, Tensor) and one.shape == small.shape
         else one
         for name, one in _step_twin(optimizer, group, small).items()
