@@ -268,6 +268,17 @@ def test_packing_in_workers_is_split_anew(is_persistent):
     assert Counter(t for s in loader for t in s.tolist()) == tokens_of(60)
 
 
+def test_a_loop_that_counts_on_leaves_the_loaded_state_as_it_is():
+    order = LoaderState(6, rank=0, world_size=1)
+    loader = order.track(stateful()(Numbers(6), batch_size=2, sampler=order))
+    order.counters["tokens"] = 5
+    next(iter(loader))
+    state = loader.state_dict()
+    loader.load_state_dict(state)
+    order.counters["tokens"] += 1
+    assert next(find_records(state))["counters"] == {"tokens": 5}
+
+
 @pytest.mark.parametrize("in_worker", [False, True])
 def test_neither_a_position_nor_a_sequence_shares_memory_with_the_reader(in_worker, monkeypatch):
     # A worker's queue moves the memory of what it sends, in a thread beside the reader.

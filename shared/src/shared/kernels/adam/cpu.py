@@ -1,9 +1,9 @@
 """Adam's step, its residual and its inverse in numba, a block at a time in the first cache.
 
 The step is two loops over a block, codes included: the averages, then the parameter. Its root and division
-are slow, and overlap with those of later elements only if its loop is short. What was there stays in rows of one scratch array, at constant distances, for the loop that lists
-what escapes. The inverse's guesses lie there too: loops over them need no run-time test of whether arrays
-overlap, and become vectors.
+are slow, and overlap with those of later elements only if its loop is short. What was there stays in rows of
+one scratch array, at constant distances, for the loop that lists what escapes. The inverse's guesses lie there
+too: loops over them need no run-time test of whether arrays overlap, and become vectors.
 
 `narrow`, `has_l2`, `from_grad` and `keep` are True or None: None is a type of its own to numba, which
 compiles a form for each choice that is used, without a branch in its loops.
