@@ -307,6 +307,14 @@ def test_neither_a_position_nor_a_sequence_shares_memory_with_the_reader(in_work
     assert seen == list(range(300)) == long.tolist()
 
 
+def test_what_is_added_to_the_buffer_between_two_sequences_is_not_lost():
+    order = LoaderState(1, shuffle=False, rank=0, world_size=1)
+    read = order.pack(lambda index: torch.arange(100), 30)
+    first = next(read)
+    order.buffer.append(torch.arange(100, 125))
+    assert torch.cat([first, *read]).tolist() == list(range(125))
+
+
 @pytest.mark.parametrize("length", [30, 130])
 def test_documents_may_share_memory_with_the_next_ones(length):
     order = LoaderState(3, shuffle=False, rank=0, world_size=1)

@@ -27,7 +27,8 @@ class LoaderState(ReadOrder):
     Attributes:
         epoch: the epoch being read, from 0.
         buffer: values that this reader took from its samples and has not used, in order; tensors or
-            JSON-like values. When the number of readers changes, whole items are redistributed.
+            JSON-like values, which nobody changes in place. When the number of readers changes, whole
+            items are redistributed.
         counters: further numbers to save; equal on all ranks.
     """
 

@@ -180,7 +180,7 @@ class ReadOrder:
             "num_readers": num_readers,
             "epoch": self.epoch,
             "taken": self.taken,
-            "buffer": self._copy_buffer(),
+            "buffer": self._buffer_to_send(),
             "counters": dict(self.counters),
         }
 
@@ -329,20 +329,18 @@ class ReadOrder:
 
     def _cut(self, length: int) -> Iterator[torch.Tensor]:
         buffer = self.buffer
-        if len(buffer) > 1 and sum(map(len, buffer)) >= length:
-            buffer[:] = [torch.cat(buffer)]
-        while buffer and len(buffer[0]) >= length:
-            tokens = buffer[0]
+        while buffer and sum(map(len, buffer)) >= length:
+            tokens = torch.cat(buffer) if len(buffer) > 1 else buffer[0]
             buffer[:] = [tokens[length:]] if len(tokens) > length else []
             # Of a view, a worker's queue would send the memory of the whole document.
             yield tokens[:length].clone()
 
-    def _copy_buffer(self) -> list[Any]:
+    def _buffer_to_send(self) -> list[Any]:
         """The buffer's values, with tensors that have memory of their own.
 
         A worker's queue sends them from a thread of its own, which moves a tensor into shared
         memory and frees the old while the worker reads it. What is in shared memory before stays
-        where it is; the buffer takes it too, so that it is copied once.
+        where it is; the buffer takes it too, so that what stays is not copied again.
         """
         if get_worker_info() is None:
             return [_clone(item) for item in self.buffer]

@@ -79,10 +79,9 @@ def new_state(optimizer: Optimizer, group: Group, parameter: Parameter) -> dict[
     if type(optimizer) not in _ELEMENTWISE:
         return _step_twin(optimizer, group, torch.zeros_like(parameter))
     # A step of a large tensor takes as long as its transfer, and one of a DTensor longer.
-    memory, mesh = local(parameter), getattr(parameter, "device_mesh", None)
-    small = torch.zeros(2, dtype=memory.dtype, device=memory.device)
+    small = torch.zeros(2, dtype=parameter.dtype, device=local(parameter).device)
     return {
-        name: part_of(parameter, torch.zeros_like(memory, dtype=one.dtype), mesh)
+        name: torch.zeros_like(parameter, requires_grad=False, dtype=one.dtype)
         if isinstance(one, Tensor) and one.shape == small.shape
         else one
         for name, one in _step_twin(optimizer, group, small).items()
