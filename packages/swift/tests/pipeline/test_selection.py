@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import time
 
 import numpy as np
 import pytest
@@ -94,20 +93,15 @@ def random_chain(num, seed):
     return replay_s, draw.integers(1e8, 4e9, num - 1).tolist()
 
 
-@pytest.mark.parametrize(
-    ("num", "limit_s"), [(16, 0.05), pytest.param(128, 2.0, marks=pytest.mark.slow)]
-)
-def test_long_chains_take_little_time(num, limit_s):
+@pytest.mark.parametrize("num", [16, pytest.param(128, marks=pytest.mark.slow)])
+def test_long_chains_are_no_worse_than_by_the_published_rule(num):
+    # Seconds are the benchmark's; work that grows faster than it may runs into the tests' time limit.
     replay_s, sizes = random_chain(num, 3)
-    taken = []
     for share in (0.1, 0.3, 0.5, 0.8):
-        start = time.process_time()
-        found = select_logs(replay_s, sizes, 10, 1e9, share * 10 * sum(sizes))
-        taken.append(time.process_time() - start)
-        rough = select_logs(replay_s, sizes, 10, 1e9, share * 10 * sum(sizes), "greedy")
+        budget_bytes = share * 10 * sum(sizes)
+        found = select_logs(replay_s, sizes, 10, 1e9, budget_bytes)
+        rough = select_logs(replay_s, sizes, 10, 1e9, budget_bytes, "greedy")
         assert found.expected_replay_s <= rough.expected_replay_s * (1 + 1e-12)
-    # The least, of computing alone, as other processes want the cores too; records are the benchmark's.
-    assert min(taken) <= limit_s
 
 
 @pytest.mark.parametrize(
