@@ -1,8 +1,9 @@
 """The demo: a small Llama learns verses; a replica is killed, then a pipeline loses a stage.
 
-Two processes side by side do both trainings (`swift.training.verses`) under `meshyard-swift run`, one
-training after the other: in one process undisturbed, in the other a rank kills itself in the middle of a
-step. The long form has two kills, and the same training under torchrun, which starts all ranks again from a
+A process does the trainings (`swift.training.verses`) under `meshyard-swift run`, one after another: each
+undisturbed, and again with a rank that kills itself in the middle of a step. Then another process starts
+the replicas anew, once the machine has all they import in its caches: what a failure costs where nothing is
+kept. The long form has two kills, and the same training under torchrun, which starts all ranks again from a
 checkpoint of every step.
 """
 
@@ -59,8 +60,7 @@ class DemoTraining:
         digests: of the final state, by rank.
         steps: seconds of the machine's clock at which steps ended, by process: rank, step, seconds.
         failures: `swift.report`'s records.
-        started_s: when its process was launched, by the same clock; it may have done other trainings
-            before.
+        started_s: when its process was launched, by the same clock, for the first of its trainings.
     """
 
     digests: Mapping[int, str]
@@ -97,23 +97,28 @@ def run(out: Path, *, is_full: bool) -> bool:
         show_progress("swift: training") as progress,
     ):
         progress.update("swift: training, replicas and a pipeline, undisturbed and killed")
-        with (
-            _begin_runs(Path(folder) / "undisturbed", steps, dict.fromkeys(kills, ())) as first,
-            _begin_runs(Path(folder) / "killed", steps, kills) as second,
-        ):
-            quiet, disturbed = first.wait(), second.wait()
+        asked = {
+            f"{kind}, {how}": _Asked(kind, steps, at)
+            for kind, killed_at in kills.items()
+            for how, at in (("undisturbed", ()), ("killed", killed_at))
+        }
+        with _begin_runs(Path(folder) / "trainings", asked) as first:
+            found = first.wait()
+        progress.update("swift: starting all replicas anew")
+        with _begin_runs(Path(folder) / "anew", {"replicas": _Asked("replicas", 1, ())}) as second:
+            start_s = second.wait()["replicas"].start_s
         restarted = None
         if is_full:
             progress.update("swift: training, replicas under torchrun, killed")
-            with _begin_torchrun(Path(folder), steps, kills["replicas"][0]) as third:
+            at = kills["replicas"][:1]
+            with _begin_torchrun(Path(folder), _Asked("torchrun", steps, at)) as third:
                 restarted = third.wait()["torchrun"]
+    disturbed = {kind: found[f"{kind}, killed"] for kind in kills}
     _draw(disturbed["replicas"], out / "failure.svg")
-    # As the pipeline begins, its process has imported everything, which starting anew would not have.
-    start_s = quiet["replicas"].start_s
     claims = [
         claim
         for kind in kills
-        for claim in judge(kind, quiet[kind], disturbed[kind], start_s=start_s)
+        for claim in judge(kind, found[f"{kind}, undisturbed"], disturbed[kind], start_s=start_s)
     ]
     if restarted is not None:
         claims.append(judge_restart(disturbed["replicas"], restarted, kills["replicas"][0]))
@@ -144,7 +149,7 @@ def judge(
             unit="s",
             ours=max(longest, default=float("nan")),
             baseline=start_s,
-            baseline_name="starting all replicas anew, up to their first step",
+            baseline_name="starting all replicas anew, imports cached, up to their first step",
             higher_is_better=False,
             correct=is_right,
             detail=told,
@@ -200,40 +205,44 @@ def _outage_s(failure: Mapping[str, Any]) -> float:
     )
 
 
-def _begin_runs(folder: Path, steps: int, kills: Mapping[str, Sequence[int]]) -> _Trainings:
-    """Begins trainings under `meshyard-swift run`, of a kind each, with the steps of their kills."""
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    kind: str
+    steps: int
+    kills: Sequence[int]
+
+    def words(self, folder: Path) -> list[str]:
+        kills = (word for step in self.kills for word in ("--kill", str(step)))
+        return [str(_SCRIPT), self.kind, str(folder), "--steps", str(self.steps), *kills]
+
+
+def _begin_runs(folder: Path, asked: Mapping[str, _Asked]) -> _Trainings:
+    """Begins trainings under `meshyard-swift run`, with a spare where a rank is to be killed."""
     runs = [
         [
-            *("run", "-n", str(_RANKS), "--spares", "1", "--preload", _MODEL),
-            *("--report", str(folder / kind / "report.json")),
-            *("--", *_script(kind, folder, steps, at)),
+            *("run", "-n", str(_RANKS), "--spares", str(min(len(one.kills), 1))),
+            *("--preload", _MODEL, "--report", str(folder / name / "report.json")),
+            *("--", *one.words(folder / name)),
         ]
-        for kind, at in kills.items()
+        for name, one in asked.items()
     ]
-    return _Trainings(folder, list(kills), ["-c", _RUNS, json.dumps(runs)])
+    return _Trainings(folder, list(asked), ["-c", _RUNS, json.dumps(runs)])
 
 
-def _begin_torchrun(folder: Path, steps: int, kill: int) -> _Trainings:
+def _begin_torchrun(folder: Path, asked: _Asked) -> _Trainings:
     launcher = ["-m", *_TORCHRUN, "--nproc-per-node", str(_RANKS)]
-    return _Trainings(
-        folder, ["torchrun"], [*launcher, *_script("torchrun", folder, steps, (kill,))]
-    )
-
-
-def _script(kind: str, folder: Path, steps: int, kills: Sequence[int]) -> list[str]:
-    words = [str(_SCRIPT), kind, str(folder / kind), "--steps", str(steps)]
-    return [*words, *(word for step in kills for word in ("--kill", str(step)))]
+    return _Trainings(folder, ["torchrun"], [*launcher, *asked.words(folder / "torchrun")])
 
 
 class _Trainings:
-    """Trainings that a process of Python does one after another, each with a folder of its kind."""
+    """Trainings that a process of Python does one after another, each with a folder of its name."""
 
-    def __init__(self, folder: Path, kinds: Sequence[str], command: Sequence[str]) -> None:
+    def __init__(self, folder: Path, names: Sequence[str], command: Sequence[str]) -> None:
         self._name = folder.name
-        self._folders = {kind: folder / kind for kind in kinds}
+        self._folders = {name: folder / name for name in names}
         for one in self._folders.values():
             one.mkdir(parents=True)
-        self._log = self._folders[kinds[0]] / "output.txt"
+        self._log = self._folders[names[0]] / "output.txt"
         self._started_s = time.monotonic()
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
@@ -264,12 +273,12 @@ class _Trainings:
             ended = f"did not end in {limit_s:g} s"
         if ended is not None:
             words = self._log.read_text(encoding="utf-8", errors="replace")
-            begun = [kind for kind, folder in self._folders.items() if any(folder.glob("*.jsonl"))]
+            begun = [name for name, folder in self._folders.items() if any(folder.glob("*.jsonl"))]
             raise MeshyardError(
-                f"the demo's trainings ({self._name}; begun: {', '.join(begun) or 'none'}) {ended}; "
+                f"the demo's trainings ({self._name}; begun: {'; '.join(begun) or 'none'}) {ended}; "
                 f"their last words: {words[-2000:]}"
             )
-        return {kind: _read(folder, self._started_s) for kind, folder in self._folders.items()}
+        return {name: _read(folder, self._started_s) for name, folder in self._folders.items()}
 
 
 def _read(folder: Path, started_s: float) -> DemoTraining:
