@@ -20,6 +20,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from threading import Thread
 from typing import Any
 
 import torch
@@ -216,8 +217,12 @@ def sever() -> None:
     for process_group in process_groups:
         _severed.setdefault(process_group, now_s)
     courier.fail()
-    for process_group in process_groups:
-        _close_pairs(process_group)
+    # gloo may take 10 ms to close a group's, until its thread wakes.
+    closing = [Thread(target=_close_pairs, args=(one,), daemon=True) for one in process_groups]
+    for one in closing:
+        one.start()
+    for one in closing:
+        one.join()
     for descriptor, inode in connections:
         with suppress(OSError):
             _shut_down(descriptor, inode)
