@@ -31,8 +31,9 @@ from shared.claims import Claim
 
 TURNS = (3, 2, 2)
 """Kills of each contender's job, turn by turn."""
-STEPS_A_KILL = {"linear": {"swift": 260, "torchft": 350}, "minilm": {"swift": 60}}
-"""Steps of the jobs that are compared with undisturbed ones; the others run until they have been killed in."""
+STEPS_A_KILL = {"linear": {"swift": 600, "torchft": 800}, "minilm": {"swift": 60}}
+"""Steps of the jobs that are compared with undisturbed ones, enough for steps of 20 ms and 300 ms; the others
+run until they have been killed in."""
 HEARTBEATS_MS = (100, 200, 500, 1000, 2000)
 JOINS_MS = {"linear": (50, 200, 500), "minilm": (10000,)}
 """Join limits tried with each heartbeat limit; a step of MiniLM takes a second. A dead group is waited for

@@ -119,7 +119,7 @@ class Checkpoint:
 
     def __repr__(self) -> str:
         return (
-            f"Checkpoint({self.source.storage.url}/{self.source.summary.folder}, "
+            f"Checkpoint({self.source.storage.url.rstrip('/')}/{self.source.summary.folder}, "
             f"{len(self.names)} tensors, {self.index.total_bytes} bytes)"
         )
 
