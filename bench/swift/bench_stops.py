@@ -25,8 +25,8 @@ from shared.claims import Claim
 from shared.comms import NetLab, netlab
 
 KIND, HEARTBEAT_S, MORE_S = "linear", 1.0, 0.2
-STOPS, STEPS_A_STOP = (4, 3), 300
-CUTS, STEPS_A_CUT = 7, 400
+STOPS, STEPS_A_STOP = (4, 3), 600
+CUTS, STEPS_A_CUT = 7, 600
 OPTIONS = ("--heartbeat", str(HEARTBEAT_S))
 ROOT = Path("/dev/shm")
 COMMAND = "hatch run bench swift/stops"
