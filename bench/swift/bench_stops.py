@@ -27,6 +27,7 @@ from shared.comms import NetLab, netlab
 KIND, HEARTBEAT_S, MORE_S = "linear", 1.0, 0.2
 STOPS, STEPS_A_STOP = (4, 3), 600
 CUTS, STEPS_A_CUT = 7, 600
+"""A fault needs 450 steps where one takes 20 ms: 8 s of rest, and what it costs."""
 OPTIONS = ("--heartbeat", str(HEARTBEAT_S))
 ROOT = Path("/dev/shm")
 COMMAND = "hatch run bench swift/stops"
@@ -58,7 +59,7 @@ def record(record_claim, what, failures, is_equal, where):
 
 def finish(job):
     """Digests of the final states of a job that has ended by itself."""
-    job.wait(300.0)
+    job.wait(900.0)
     return job.digests()
 
 

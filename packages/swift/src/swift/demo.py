@@ -2,8 +2,8 @@
 
 A process does the trainings (`swift.training.verses`) under `meshyard-swift run`, one after another: each
 undisturbed, and again with a rank that kills itself in the middle of a step. Then another process starts
-the replicas anew, once the machine has all they import in its caches: what a failure costs where nothing is
-kept. The long form has two kills, and the same training under torchrun, which starts all ranks again from a
+the replicas anew, once the machine has all they import in its caches: the least that a failure costs where
+all ranks are started again. The long form has two kills, and the same training under torchrun, which starts all ranks again from a
 checkpoint of every step.
 """
 
@@ -60,7 +60,8 @@ class DemoTraining:
         digests: of the final state, by rank.
         steps: seconds of the machine's clock at which steps ended, by process: rank, step, seconds.
         failures: `swift.report`'s records.
-        started_s: when its process was launched, by the same clock, for the first of its trainings.
+        started_s: when its process was launched, by the same clock; it may have done other trainings
+            before.
     """
 
     digests: Mapping[int, str]
@@ -97,21 +98,21 @@ def run(out: Path, *, is_full: bool) -> bool:
         show_progress("swift: training") as progress,
     ):
         progress.update("swift: training, replicas and a pipeline, undisturbed and killed")
-        asked = {
-            f"{kind}, {how}": _Asked(kind, steps, at)
+        jobs = {
+            f"{kind}, {how}": _Job(kind, steps, kill_steps)
             for kind, killed_at in kills.items()
-            for how, at in (("undisturbed", ()), ("killed", killed_at))
+            for how, kill_steps in (("undisturbed", ()), ("killed", killed_at))
         }
-        with _begin_runs(Path(folder) / "trainings", asked) as first:
+        with _begin_runs(Path(folder) / "trainings", jobs) as first:
             found = first.wait()
         progress.update("swift: starting all replicas anew")
-        with _begin_runs(Path(folder) / "anew", {"replicas": _Asked("replicas", 1, ())}) as second:
+        with _begin_runs(Path(folder) / "anew", {"replicas": _Job("replicas", 1, ())}) as second:
             start_s = second.wait()["replicas"].start_s
         restarted = None
         if is_full:
             progress.update("swift: training, replicas under torchrun, killed")
-            at = kills["replicas"][:1]
-            with _begin_torchrun(Path(folder), _Asked("torchrun", steps, at)) as third:
+            job = _Job("torchrun", steps, kills["replicas"][:1])
+            with _begin_torchrun(Path(folder), job) as third:
                 restarted = third.wait()["torchrun"]
     disturbed = {kind: found[f"{kind}, killed"] for kind in kills}
     _draw(disturbed["replicas"], out / "failure.svg")
@@ -206,7 +207,9 @@ def _outage_s(failure: Mapping[str, Any]) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _Job:
+    """A training of `swift.training.verses`, and the steps in which a rank kills itself."""
+
     kind: str
     steps: int
     kills: Sequence[int]
@@ -216,29 +219,28 @@ class _Asked:
         return [str(_SCRIPT), self.kind, str(folder), "--steps", str(self.steps), *kills]
 
 
-def _begin_runs(folder: Path, asked: Mapping[str, _Asked]) -> _Trainings:
+def _begin_runs(folder: Path, jobs: Mapping[str, _Job]) -> _Trainings:
     """Begins trainings under `meshyard-swift run`, with a spare where a rank is to be killed."""
     runs = [
         [
-            *("run", "-n", str(_RANKS), "--spares", str(min(len(one.kills), 1))),
+            *("run", "-n", str(_RANKS), "--spares", str(int(bool(one.kills)))),
             *("--preload", _MODEL, "--report", str(folder / name / "report.json")),
             *("--", *one.words(folder / name)),
         ]
-        for name, one in asked.items()
+        for name, one in jobs.items()
     ]
-    return _Trainings(folder, list(asked), ["-c", _RUNS, json.dumps(runs)])
+    return _Trainings(folder, list(jobs), ["-c", _RUNS, json.dumps(runs)])
 
 
-def _begin_torchrun(folder: Path, asked: _Asked) -> _Trainings:
+def _begin_torchrun(folder: Path, job: _Job) -> _Trainings:
     launcher = ["-m", *_TORCHRUN, "--nproc-per-node", str(_RANKS)]
-    return _Trainings(folder, ["torchrun"], [*launcher, *asked.words(folder / "torchrun")])
+    return _Trainings(folder, ["torchrun"], [*launcher, *job.words(folder / "torchrun")])
 
 
 class _Trainings:
     """Trainings that a process of Python does one after another, each with a folder of its name."""
 
     def __init__(self, folder: Path, names: Sequence[str], command: Sequence[str]) -> None:
-        self._name = folder.name
         self._folders = {name: folder / name for name in names}
         for one in self._folders.values():
             one.mkdir(parents=True)
@@ -275,7 +277,7 @@ class _Trainings:
             words = self._log.read_text(encoding="utf-8", errors="replace")
             begun = [name for name, folder in self._folders.items() if any(folder.glob("*.jsonl"))]
             raise MeshyardError(
-                f"the demo's trainings ({self._name}; begun: {'; '.join(begun) or 'none'}) {ended}; "
+                f"the demo's trainings (begun: {'; '.join(begun) or 'none'}) {ended}; "
                 f"their last words: {words[-2000:]}"
             )
         return {name: _read(folder, self._started_s) for name, folder in self._folders.items()}

@@ -18,9 +18,9 @@ import struct
 import time
 import weakref
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from threading import Thread
 from typing import Any
 
 import torch
@@ -217,12 +217,9 @@ def sever() -> None:
     for process_group in process_groups:
         _severed.setdefault(process_group, now_s)
     courier.fail()
-    # gloo may take 10 ms to close a group's, until its thread wakes.
-    closing = [Thread(target=_close_pairs, args=(one,), daemon=True) for one in process_groups]
-    for one in closing:
-        one.start()
-    for one in closing:
-        one.join()
+    # gloo waits for its thread, 10 ms at most, as it closes a connection: groups do so side by side.
+    with ThreadPoolExecutor() as closers:
+        list(closers.map(_close_pairs, process_groups))
     for descriptor, inode in connections:
         with suppress(OSError):
             _shut_down(descriptor, inode)

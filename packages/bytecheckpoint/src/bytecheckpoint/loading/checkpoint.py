@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import posixpath
 from types import TracebackType
 from typing import Any
 
@@ -119,7 +120,7 @@ class Checkpoint:
 
     def __repr__(self) -> str:
         return (
-            f"Checkpoint({self.source.storage.url.rstrip('/')}/{self.source.summary.folder}, "
+            f"Checkpoint({posixpath.join(self.source.storage.url, self.source.summary.folder)}, "
             f"{len(self.names)} tensors, {self.index.total_bytes} bytes)"
         )
 

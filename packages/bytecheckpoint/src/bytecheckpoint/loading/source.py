@@ -229,7 +229,7 @@ def open_source(storage: Storage, path: str) -> Summary:
     is_run = any(name.startswith("step_") for name in names)
     told = "got a folder of steps; open one of them, or use Checkpointer.load_latest"
     raise FileNotFoundError(
-        f"{storage.url.rstrip('/')}/{path}: expected a checkpoint ({MANIFEST_NAME}), or a folder with "
+        f"{posixpath.join(storage.url, path)}: expected a checkpoint ({MANIFEST_NAME}), or a folder with "
         f"{' or '.join(patterns)}, {told if is_run else describe_folder(names)}"
     )
 

@@ -56,11 +56,10 @@ class HeldStates:
             CommError: a rank was lost.
         """
         latest = 0 if checkpoint is None else checkpoint.latest()
-        heads = _gather_rows(group, [int(is_filled), latest])
-        rows = _gather_rows(group, trainable.versions())
+        rows = _gather_rows(group, [int(is_filled), latest, *trainable.versions()])
         return HeldStates(
-            {rank: row if heads[rank][0] else None for rank, row in enumerate(rows)},
-            min(row[1] for row in heads),
+            {rank: versions if held else None for rank, (held, _, *versions) in enumerate(rows)},
+            min(row[1] for row in rows),
         )
 
     @property
