@@ -1,10 +1,15 @@
+import json
 import re
+import subprocess
+import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from shared.claims import faults, read_demo
 from swift.cli import main
-from swift.demo import DemoTraining, judge, judge_restart
+from swift.demo import DemoTraining, judge, judge_restart, run
 from swift.timeline import draw_failure, place_phases
 
 STEPS = {11: [(0, 0, 10.0), (0, 1, 10.5)], 12: [(1, 0, 10.0), (1, 1, 10.5)]}
@@ -30,6 +35,44 @@ def test_a_run_that_does_nothing_or_something_else_is_not_correct(outcome):
     assert claims[0].ours == pytest.approx(0.2)
     assert claims[0].baseline == pytest.approx(4.0)
     assert not any(claim.correct for claim in judge("replicas", QUIET, outcome, start_s=4.0))
+
+
+def test_a_start_anew_is_that_of_a_process_of_its_own_behind_the_trainings(tmp_path, monkeypatch):
+    begun = []
+
+    class Launched:
+        """Trainings that have ended as they begin; the first process's import modules for 100 s."""
+
+        def __init__(self, command, **_):
+            runs = json.loads(command[-1])
+            first_s = time.monotonic() + (7.0 if begun else 100.0)
+            begun.append([words[words.index("--report") + 3 :] for words in runs])
+            for words in runs:
+                report = Path(words[words.index("--report") + 1])
+                for rank, number in enumerate((11, 12)):
+                    steps = [{"rank": rank, "step": at, "at_s": first_s + at} for at in range(3)]
+                    lines = [*steps, {"rank": rank, "digest": "a"}]
+                    path = report.with_name(f"{number}.jsonl")
+                    path.write_text("".join(json.dumps(one) + "\n" for one in lines))
+                report.write_text(json.dumps({"failures": [FAILURE] * words.count("--kill")}))
+
+        def wait(self, *_):
+            return 0
+
+        def kill(self):
+            """It has ended."""
+
+    launcher = SimpleNamespace(Popen=Launched, TimeoutExpired=subprocess.TimeoutExpired)
+    monkeypatch.setattr("swift.demo.subprocess", launcher)
+    assert run(tmp_path, is_full=False)
+    [trainings, anew] = begun
+    assert [(words[1], words.count("--kill")) for words in trainings] == [
+        ("replicas", 0), ("replicas", 1), ("pipeline", 0), ("pipeline", 1),
+    ]  # fmt: skip
+    assert [words[1] for words in anew] == ["replicas"]
+    starts = {claim.baseline for claim in read_demo(tmp_path).claims if claim.unit == "s"}
+    assert len(starts) == 1
+    assert 7.0 <= starts.pop() < 100.0
 
 
 def test_a_restart_counts_from_the_killed_step_to_all_ranks_in_the_next():
