@@ -37,42 +37,82 @@ def test_a_run_that_does_nothing_or_something_else_is_not_correct(outcome):
     assert not any(claim.correct for claim in judge("replicas", QUIET, outcome, start_s=4.0))
 
 
-def test_a_start_anew_is_that_of_a_process_of_its_own_behind_the_trainings(tmp_path, monkeypatch):
-    begun = []
+def test_ranks_that_tell_no_state_are_not_equal():
+    silent = DemoTraining({}, STEPS, (FAILURE,), 6.0)
+    claims = judge("replicas", DemoTraining({}, STEPS, (), 6.0), silent, start_s=4.0)
+    assert not any(claim.correct for claim in claims)
 
-    class Launched:
-        """Trainings that have ended as they begin; the first process's import modules for 100 s."""
 
-        def __init__(self, command, **_):
-            runs = json.loads(command[-1])
-            first_s = time.monotonic() + (7.0 if begun else 100.0)
-            begun.append([words[words.index("--report") + 3 :] for words in runs])
-            for words in runs:
-                report = Path(words[words.index("--report") + 1])
-                for rank, number in enumerate((11, 12)):
-                    steps = [{"rank": rank, "step": at, "at_s": first_s + at} for at in range(3)]
-                    lines = [*steps, {"rank": rank, "digest": "a"}]
-                    path = report.with_name(f"{number}.jsonl")
-                    path.write_text("".join(json.dumps(one) + "\n" for one in lines))
-                report.write_text(json.dumps({"failures": [FAILURE] * words.count("--kill")}))
+class Launched:
+    """Trainings of a process that have ended as they begin; the first one imports modules for 100 s."""
 
-        def wait(self, *_):
-            return 0
+    begun: list[list[list[str]]]
+    digest_of_killed: str
 
-        def kill(self):
-            """It has ended."""
+    def __init__(self, command, **_):
+        runs = json.loads(command[-1]) if "-c" in command else [command]
+        first_s = time.monotonic() + (7.0 if self.begun else 100.0)
+        told = []
+        for words in runs:
+            at = next(at for at, word in enumerate(words) if word.endswith("verses.py"))
+            kind, folder, *options = words[at + 1 :]
+            spares = [words[at + 1] for at, word in enumerate(words) if word == "--spares"]
+            told.append([kind, *options, *spares])
+            is_killed = "--kill" in options
+            for rank, number in enumerate((11, 12)):
+                steps = [
+                    {"rank": rank, "step": step, "at_s": first_s + step + 30 * rank}
+                    for step in (0, 1, 2, 50, 51)
+                ]
+                digest = self.digest_of_killed if is_killed else "a"
+                lines = [*steps, {"rank": rank, "digest": digest}]
+                (Path(folder) / f"{number}.jsonl").write_text("\n".join(map(json.dumps, lines)))
+            report = {"failures": [FAILURE] if is_killed else []}
+            (Path(folder) / "report.json").write_text(json.dumps(report))
+        self.begun.append(told)
 
+    def wait(self, *_):
+        return 0
+
+    def kill(self):
+        """It has ended."""
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Processes that the demo begins."""
+    Launched.begun, Launched.digest_of_killed = [], "a"
     launcher = SimpleNamespace(Popen=Launched, TimeoutExpired=subprocess.TimeoutExpired)
     monkeypatch.setattr("swift.demo.subprocess", launcher)
+    return Launched
+
+
+def test_a_start_anew_is_that_of_a_process_of_its_own_behind_the_trainings(tmp_path, launched):
     assert run(tmp_path, is_full=False)
-    [trainings, anew] = begun
-    assert [(words[1], words.count("--kill")) for words in trainings] == [
-        ("replicas", 0), ("replicas", 1), ("pipeline", 0), ("pipeline", 1),
-    ]  # fmt: skip
-    assert [words[1] for words in anew] == ["replicas"]
+    trainings, anew = launched.begun
+    assert trainings == [
+        ["replicas", "--steps", "24", "0"],
+        ["replicas", "--steps", "24", "--kill", "11", "1"],
+        ["pipeline", "--steps", "24", "0"],
+        ["pipeline", "--steps", "24", "--kill", "14", "1"],
+    ]
+    assert anew == [["replicas", "--steps", "1", "0"]]
     starts = {claim.baseline for claim in read_demo(tmp_path).claims if claim.unit == "s"}
     assert len(starts) == 1
-    assert 7.0 <= starts.pop() < 100.0
+    assert 7.0 <= starts.pop() < 30.0, "the first rank's first step"
+
+
+def test_another_state_than_that_of_the_run_undisturbed_fails(tmp_path, launched):
+    launched.digest_of_killed = "b"
+    assert not run(tmp_path, is_full=False)
+    assert not any(claim.correct for claim in read_demo(tmp_path).claims)
+
+
+def test_the_long_form_kills_one_rank_under_torchrun(tmp_path, launched):
+    assert run(tmp_path, is_full=True)
+    *_, [restarted] = launched.begun
+    assert restarted == ["torchrun", "--steps", "200", "--kill", "50"]
+    assert len(read_demo(tmp_path).claims) == 5
 
 
 def test_a_restart_counts_from_the_killed_step_to_all_ranks_in_the_next():
