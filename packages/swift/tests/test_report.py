@@ -29,13 +29,13 @@ def test_a_failure_is_told_in_a_paragraph():
     one = {"seconds": seconds, "received_bytes": 3_000_000, "undone": 2, "is_newcomer": False}
     failure = {
         "lost": [{"rank": 2, "how": "was killed by signal 9 (SIGKILL)"}],
-        "reason": "All go to version 7.",
+        "reason": "all go to version 7",
         "target": 7,
         "world_size": 3,
         "ranks": {"0": one, "1": {**one, "seconds": {**seconds, "undo": 1.5}, "undone": 1}},
     }
     assert describe_failures([failure]) == (
-        "rank 2 was killed by signal 9 (SIGKILL): All go to version 7. On with step 7 and 3 ranks. "
+        "rank 2 was killed by signal 9 (SIGKILL): all go to version 7. On with step 7 and 3 ranks. "
         "detect 100 ms, join 200 ms, undo 1.50 s, transfer 400 ms, verify 500 ms, repeat 600 ms; "
         "5.72 MiB moved, 3 parameters undone."
     )

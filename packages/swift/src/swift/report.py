@@ -129,6 +129,6 @@ def _describe(record: Mapping[str, Any]) -> str:
     undone = sum(one["undone"] for one in ranks.values())
     phases = ", ".join(f"{phase} {format_s(seconds)}" for phase, seconds in longest.items())
     return (
-        f"{lost}: {record['reason']} On with step {record['target']} and {record['world_size']} "
+        f"{lost}: {record['reason'].rstrip('.')}. On with step {record['target']} and {record['world_size']} "
         f"ranks. {phases}; {format_bytes(moved)} moved, {undone} parameters undone."
     )

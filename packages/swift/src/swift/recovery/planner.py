@@ -1,6 +1,6 @@
 """Decide how all ranks come to the same version after a failure."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from shared.errors import DataError
@@ -174,15 +174,24 @@ def _explain(
             f"version {newest}, so all go to {target}"
         )
     deeds = [
-        f"ranks {_names(undo)} undo {sum(map(len, undo.values()))} parameters" if undo else "",
-        f"ranks {_names(fetch)} fetch {sum(map(len, fetch.values()))} parameters" if fetch else "",
-        f"replica sets {_names(replay)} replay their logs" if replay else "",
+        f"{_count(undo)} undone by {_named('rank', undo)}" if undo else "",
+        f"{_count(fetch)} fetched by {_named('rank', fetch)}" if fetch else "",
+        f"logs replayed by {_named('replica set', replay)}" if replay else "",
     ]
-    return ": ".join([why, ", ".join(filter(None, deeds)) or "nothing is to be done"])
+    return ": ".join([why, "; ".join(filter(None, deeds)) or "nothing is to be done"])
 
 
 def _from_checkpoint(reason: str) -> Decision:
     return Decision(target=None, undo={}, fetch={}, replay=[], from_checkpoint=True, reason=reason)
+
+
+def _count(entries: Mapping[int, Collection[int]]) -> str:
+    number = sum(map(len, entries.values()))
+    return f"{number} parameter{'' if number == 1 else 's'}"
+
+
+def _named(what: str, numbers: Collection[int]) -> str:
+    return f"{what}{'s' if len(numbers) > 1 else ''} {_names(numbers)}"
 
 
 def _names(numbers: Iterable[int]) -> str:
