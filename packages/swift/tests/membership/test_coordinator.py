@@ -144,11 +144,13 @@ def test_losses_of_a_recovery_that_did_not_end_are_told_with_the_next():
         coordinator.hear("r2", {"kind": "beat", **beat}, 3.0)
     said = coordinator.lose(["s0"], KILLED, None, 3.5)
     assert [one["rank"] for one in said[0].message["lost"]] == [0, 1, 0]
+    assert coordinator.continued == {1, 2}
     coordinator.hear("r2", {"kind": "beat", "step": 4, "epoch": coordinator.epoch}, 3.6)
     coordinator.add(Process("s9", 0, None))
     ready(coordinator, "s9")
     said = coordinator.lose(["r2"], KILLED, None, 4.0)
     assert [one["rank"] for one in said[0].message["lost"]] == [2]
+    assert coordinator.continued == {1, 2}
 
 
 def test_where_no_spare_can_come_lost_ranks_are_not_waited_for():

@@ -6,7 +6,10 @@ import re
 import pytest
 
 from shared.errors import ConfigError
+from swift.membership.coordinator import Settings
+from swift.membership.first_host import FirstHost, listen
 from swift.membership.record import FailureRecord
+from swift.membership.supervisor import Ended, Launch
 
 ACCOUNT = {
     "epoch": 1, "rank": 0, "lost": [], "reason": "", "target": 3, "world_size": 2,
@@ -43,6 +46,30 @@ def test_a_report_that_cannot_be_written_later_is_said_once(tmp_path, capsys):
     record.finish("")
     assert capsys.readouterr().err.count("report.json could not be written: ") == 1
     assert len(record.failures()) == 2
+
+
+def test_a_recovery_that_goes_on_in_the_next_one_is_told_there_alone():
+    record = FailureRecord(None)
+    launch = Launch(
+        script=[__file__], host=0, ranks=range(3), num_spares=3, world_size=3, heartbeat_s=60.0
+    )
+    settings = Settings(num_ranks=3, min_ranks=3, wait_s=60.0)
+    fingerprint = {"training": {"can_shrink": False}}
+    lost = Ended(None, was_ready=True, how="was killed", status=None, silent_s=0.0)
+    with FirstHost(launch, settings, listen("127.0.0.1", 0), record) as host:
+        for at, rank in enumerate([0, 1, 2, None, None, None]):
+            host.started(f"0.{at}", rank)
+        for at in range(6):
+            host.said(f"0.{at}", {"kind": "ready", "fingerprint": fingerprint})
+        host.gone("0.0", lost)
+        host.gone("0.1", lost)
+        # Its step of the first new world was done as the second loss was told.
+        for epoch in (1, 2):
+            host.said("0.2", {"kind": "beat", "step": 4, "epoch": epoch})
+            host.said("0.2", {"kind": "recovery", "record": {**ACCOUNT, "epoch": epoch}})
+        host.gone("0.2", lost)
+        host.said("0.3", {"kind": "recovery", "record": {**ACCOUNT, "epoch": 3}})
+    assert [one["epoch"] for one in record.failures()] == [2, 3]
 
 
 def test_the_newest_failure_is_drawn_as_the_run_ends(tmp_path, capsys):

@@ -99,6 +99,7 @@ class Coordinator:
         lost: places that are lost since the last world: rank, how, host, and since when (`silent_since_s`).
         ended: None while the run goes on, then why it ended; "" where all is done.
         is_released: whether all ranks have done all steps.
+        continued: epochs of worlds whose recovery goes on in a later one, which tells its losses again.
     """
 
     settings: Settings
@@ -108,6 +109,7 @@ class Coordinator:
     lost: list[dict[str, Any]] = field(default_factory=list)
     ended: str | None = None
     is_released: bool = False
+    continued: set[int] = field(default_factory=set)
     _reference: dict[str, Any] | None = None
     _unrepaired: list[dict[str, Any]] = field(default_factory=list)
     _deadline_s: float | None = None
@@ -118,6 +120,7 @@ class Coordinator:
     _counted_s: float = 0.0
     _failed_at: int = -1
     _num_worlds: int = 0
+    _world_epoch: int = -1
 
     def add(self, process: Process) -> None:
         """A process was started; before the first world it may be a rank that was lost."""
@@ -334,6 +337,9 @@ class Coordinator:
 
     def _announce(self, now_s: float) -> list[Say]:
         # With those of worlds that have not come to a step: their recovery goes on in this one.
+        if self._unrepaired:
+            self.continued.add(self._world_epoch)
+        self._world_epoch = self.epoch
         self._unrepaired += self.lost
         self.lost, self._deadline_s = [], None
         # Since when, as seconds before this message: clocks of hosts are not compared.

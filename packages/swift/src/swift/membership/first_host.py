@@ -123,7 +123,9 @@ class FirstHost(HostLoop):
     def said(self, name: str, message: dict[str, Any]) -> None:
         """See `HostLoop`."""
         if message["kind"] == "recovery":
-            self._record.add(message["record"])
+            # A rank may have come to its step as the next loss was told with this one's.
+            if message["record"]["epoch"] not in self._coordinator.continued:
+                self._record.add(message["record"])
         elif message["kind"] == "failed":
             self._print_failure(name, message["text"])
         else:
