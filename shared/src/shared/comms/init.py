@@ -18,9 +18,9 @@ import struct
 import time
 import weakref
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from threading import Thread
 from typing import Any
 
 import torch
@@ -218,8 +218,11 @@ def sever() -> None:
         _severed.setdefault(process_group, now_s)
     courier.fail()
     # gloo waits for its thread, 10 ms at most, as it closes a connection: groups do so side by side.
-    with ThreadPoolExecutor() as closers:
-        list(closers.map(_close_pairs, process_groups))
+    closing = [Thread(target=_close_pairs, args=(one,), daemon=True) for one in process_groups]
+    for one in closing:
+        one.start()
+    for one in closing:
+        one.join()
     for descriptor, inode in connections:
         with suppress(OSError):
             _shut_down(descriptor, inode)
