@@ -2,6 +2,7 @@
 
 import threading
 import time
+from contextlib import suppress
 from datetime import timedelta
 
 import pytest
@@ -103,3 +104,31 @@ def test_fsdp_waits_so_for_all_its_messages():
     for expected, found, num_waits in results:
         assert num_waits >= 4  # two layers are gathered, and their gradients scattered
         assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
+def longest_look() -> float:
+    """Rank 1 comes to its gradients two seconds late."""
+    longest, wait = 0.0, init.wait
+
+    def looked(work, process_group):
+        nonlocal longest
+        start = time.monotonic()
+        with suppress(RuntimeError):
+            work.wait(timedelta(milliseconds=10))
+        longest = max(longest, time.monotonic() - start)
+        wait(work, process_group)
+
+    init.wait = looked
+    module = nn.Linear(5, 6)
+    fully_shard(module, mesh=Group.world().device_mesh())
+    init.wait_in(module)
+    loss = module(torch.ones(4, 5)).sum()
+    time.sleep(2.0 * Group.world().rank)
+    loss.backward()
+    init.wait = wait
+    return longest
+
+
+def test_a_look_at_any_of_its_messages_is_short():
+    with RankPool(2) as pool:
+        assert pool.run(longest_look).results[0] < 1.0
