@@ -3,8 +3,9 @@
 A process does the trainings (`swift.training.verses`) under `meshyard-swift run`, one after another: each
 undisturbed, and again with a rank that kills itself in the middle of a step. Then another process starts
 the replicas anew, once the machine has all they import in its caches: the least that a failure costs where
-all ranks are started again. The long form has two kills, and the same training under torchrun, which starts all ranks again from a
-checkpoint of every step.
+all ranks are started again. A pipeline starts anew in the same time, most of which is imports. The long
+form has two kills, and the same training under torchrun, which starts all ranks again from a checkpoint of
+every step.
 """
 
 from __future__ import annotations
