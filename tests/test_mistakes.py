@@ -103,6 +103,32 @@ def test_a_missing_file_is_said_to_be_missing(package, name, what, words, tell):
     assert tell(package, words, f"no/{name}") == told
 
 
+# Refuses the words of the command, and says whether torch was imported on the way.
+REFUSED = """
+import sys
+from importlib import import_module
+
+package, *words = sys.argv[1:]
+status = import_module(f"{package}.cli").main(words)
+assert status in (1, 2), status
+assert "torch" not in sys.modules
+"""
+
+
+@pytest.mark.parametrize(
+    ("package", "words"),
+    [(package, words) for package, _, _, words in FILES if "DIR/model" not in words]
+    + [("swift", ["run", "FILE"])],
+    ids=lambda value: value if isinstance(value, str) else "-".join(value[:1]),
+)
+def test_a_missing_file_is_refused_before_torch_is_imported(package, words, tmp_path):
+    (tmp_path / "lengths.txt").write_text("5\n")
+    argv = [word.replace("FILE", "no/file.py").replace("DIR/", "") for word in words]
+    subprocess.run(
+        [sys.executable, "-c", REFUSED, package, *argv], check=True, cwd=tmp_path, timeout=60
+    )
+
+
 @pytest.mark.parametrize(("package", "name", "what", "words"), TEXTS)
 def test_bytes_in_place_of_a_text_are_told(package, name, what, words, tell):
     Path(name).write_bytes(b"abc\xff")

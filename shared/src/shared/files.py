@@ -42,6 +42,7 @@ from shared.process_mark import is_alive, mark
 __all__ = [
     "atomic_file",
     "atomic_folder",
+    "check_exists",
     "check_not_empty",
     "find_folders",
     "naming_full_disk",
@@ -81,6 +82,20 @@ def write_atomically(path: str | os.PathLike[str], data: bytes | str) -> None:
         partial.write_bytes(data.encode() if isinstance(data, str) else data)
 
 
+def check_exists(path: str | os.PathLike[str], what: str) -> None:
+    """Refuses a path where nothing is. A command calls it before it imports what reads the path.
+
+    Args:
+        path: a file or a folder.
+        what: it should hold, as in "a table".
+
+    Raises:
+        DataError: there is nothing.
+    """
+    if not os.path.exists(path):
+        raise DataError(f"{os.fspath(path)}: expected {what}, there is nothing; check the path")
+
+
 def check_not_empty(path: str | os.PathLike[str], what: str) -> None:
     """Refuses a path where nothing is, a folder, and a file without content.
 
@@ -91,9 +106,8 @@ def check_not_empty(path: str | os.PathLike[str], what: str) -> None:
     Raises:
         DataError: there is no such file, or it is empty.
     """
+    check_exists(path, what)
     path = Path(path)
-    if not path.exists():
-        raise DataError(f"{path}: expected {what}, there is nothing; check the path")
     if path.is_dir():
         raise DataError(f"{path}: expected {what}, got a folder; name a file")
     if path.is_file() and not path.stat().st_size:

@@ -9,6 +9,7 @@ import tyro
 from adaqp.planner.widths import WIDTHS
 from adaqp.training.config import POLICIES, ModelConfig, PolicyConfig, RunConfig
 from shared.cli import CheckpointOption, DemoOptions, JsonOption, choice, run_command
+from shared.files import check_exists
 
 __all__ = ["main"]
 
@@ -43,6 +44,8 @@ class Partition(JsonOption):
 
     def execute(self) -> None:
         """Writes the parts and prints what the cut costs."""
+        if self.graph not in ("sbm", "flights"):
+            check_exists(self.graph, "a file or folder")
         from adaqp.graphs import generated
         from adaqp.partitioning.partitioner import partition
 

@@ -184,10 +184,10 @@ class Continual(_Training):
 
     def execute(self) -> None:
         """Prints the last round and where the page is."""
+        events = self.read(self.data)
         from gnnflow.training import report
         from shared.data.time_units import describe_dates
 
-        events = self.read(self.data)
         trainer = self.make_trainer(events)
         self.out.mkdir(parents=True, exist_ok=True)  # before the work, not after it
         rounds = list(self.run_rounds(trainer, events))
@@ -269,12 +269,12 @@ class Partition(EventOptions):
 
     def execute(self) -> None:
         """Prints cut edges and balance."""
+        one_way = self.read(self.data)
         import numpy as np
 
         from gnnflow.partitioning.planner import partition, summarize
         from shared.data.events import Events
 
-        one_way = self.read(self.data)
         if self.out is not None:
             self.out.parent.mkdir(parents=True, exist_ok=True)  # before the work, not after it
         # An event's two entries lie with its two nodes.
@@ -312,9 +312,10 @@ class Bench(EventOptions):
 
     def execute(self) -> None:
         """Prints insertions and samples a second, and what the graph takes."""
+        events = self.read(self.data)
         from gnnflow.profiler import measure
 
-        found = measure(self.read(self.data), self.increment, self.fanout)
+        found = measure(events, self.increment, self.fanout)
         self.print_result(asdict(found), found)
 
 
@@ -338,9 +339,9 @@ class Info(EventOptions):
             stats = TemporalGraph.load(self.data).stats()
             self.print_result(asdict(stats), stats)
             return
+        events = self.read(self.data)
         from shared.data.time_units import describe_dates
 
-        events = self.read(self.data)
         record: dict[str, Any] = {
             "label": events.label or self.data,
             "num_events": len(events),

@@ -73,14 +73,15 @@ class Train(JsonOption, CheckpointOption):
 
     def execute(self) -> None:
         """Trains, with a progress bar on stderr, and prints the final accuracy."""
-        from hybridflow.training.checkpoints.checkpoint import Checkpoint
         from hybridflow.training.config import read_recipe
-        from hybridflow.training.metrics_log import Journal
-        from hybridflow.training.runtime import Run, start_workers
 
         if self.every < 1:
             raise ConfigError(f"every: expected 1 or more, got {self.every}")
         recipe = read_recipe(self.recipe, _pairs(self.set))
+        from hybridflow.training.checkpoints.checkpoint import Checkpoint
+        from hybridflow.training.metrics_log import Journal
+        from hybridflow.training.runtime import Run, start_workers
+
         with (
             ScalarWriter(self.tensorboard) as scalars,
             start_workers(recipe) as workers,

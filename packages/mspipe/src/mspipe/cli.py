@@ -99,10 +99,10 @@ class Train(_Run, CheckpointOption):
 
     def execute(self) -> None:
         """Prints a line an epoch, the report of the last, and the test."""
+        events = _read(self, self.data)
         from mspipe.evaluation import EdgeBank, evaluate
         from mspipe.training import fit
 
-        events = _read(self, self.data)
         train, validate, test = events.split(*_SHARES)
         group = _join_group(self.device)
         is_first = group is None or not group.rank
@@ -424,9 +424,10 @@ def _read_plan(stages: str) -> Plan:
 
 
 def _read(settings: _Run, data: str) -> Events:
+    events = settings.read(data)
     from mspipe.data.events import Events
 
-    return Events.wrap(settings.read(data))
+    return Events.wrap(events)
 
 
 def _join_group(device: str) -> Group | None:
@@ -479,11 +480,11 @@ def _batches(events: Events, size: int) -> Iterator[Batch]:
 
 
 def _run_batches(settings: _Run, data: str, mode: str, num_batches: int) -> Report:
+    events = _read(settings, data)
     from itertools import islice
 
     from mspipe.data.batching import batches
 
-    events = _read(settings, data)
     pipe, optimizer = _make_pipeline(settings, events, mode)
     pipe.memory.reset()
     for out in pipe.train(islice(batches(events, settings.batch_size), num_batches)):

@@ -12,6 +12,7 @@ import tyro
 
 from shared.cli import JsonOption
 from shared.errors import ConfigError, DataError
+from shared.files import check_exists
 
 if TYPE_CHECKING:
     from shared.data.events import Events
@@ -112,6 +113,7 @@ class EventOptions(JsonOption):
 
     def _open(self, data: str) -> Events:
         if data != "flights" and not data.startswith("zipf:"):
+            check_exists(data, "a file or folder")
             from shared.data.formats import read_events
 
             return read_events(data, self.columns)

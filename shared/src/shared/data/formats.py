@@ -14,6 +14,7 @@ from shared.data.events import Events
 from shared.data.frames import read_frame
 from shared.data.tables import Columns, from_table, whole_numbers
 from shared.errors import DataError
+from shared.files import check_exists
 
 __all__ = ["read_events"]
 
@@ -49,8 +50,7 @@ def read_events(
         DataError: nothing there, an unknown format, a library for it missing, or unusable content.
     """
     path, columns = Path(path), replace(columns or Columns(), **changes)
-    if not path.exists():
-        raise DataError(f"{path}: expected a file or folder, there is nothing; check the path")
+    check_exists(path, "a file or folder")
     if path.is_dir():
         return _read_folder(path, columns.time_unit).sorted()
     table = read_frame(path, ids=(columns.src, columns.dst))

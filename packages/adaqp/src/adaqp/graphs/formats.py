@@ -16,7 +16,7 @@ import torch
 from adaqp.graphs.graph import MASKS, Graph, from_dgl, from_edge_index, from_pyg
 from shared.data.frames import read_frame
 from shared.errors import DataError
-from shared.files import check_not_empty
+from shared.files import check_exists, check_not_empty
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -46,8 +46,7 @@ def read(path: str | os.PathLike[str]) -> Graph:
         DataError: no such path, an unknown format, a missing library, or unusable content.
     """
     path = Path(path)
-    if not path.exists():
-        raise DataError(f"{path}: expected a file or folder, there is nothing; check the path")
+    check_exists(path, "a file or folder")
     if path.is_dir():
         return _read_ogb(path) if (path / "raw").is_dir() else _read_tables(path)
     readers = {".pt": _read_pyg, ".bin": _read_dgl, ".npz": _read_npz}
