@@ -11,7 +11,7 @@ from memo.planner.layer_plan import ATTENTION, INPUT, LayerPlan
 from memo.profiler.analytic.analysis import LINKS, OPTIMIZERS, Analysis
 from memo.profiler.analytic.fake_model import FakeModel
 from memo.profiler.analytic.model_shapes import SHAPES, read_config
-from memo.profiler.layer_tiles import TILE_ROWS
+from memo.profiler.timing.layer_tiles import TILE_ROWS
 from shared.errors import ConfigError, DataError
 from shared.topology.device import PRESETS
 

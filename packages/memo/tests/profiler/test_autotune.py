@@ -15,8 +15,8 @@ from memo.planner.profile import PassBytes
 from memo.profiler.autotune import measure_profile
 from memo.profiler.head import capture_call, count_block_head, count_head, loss_of, shortened
 from memo.profiler.layer_bytes import LayerBytes, count_bytes, count_passes
-from memo.profiler.layer_tiles import tile_rows_of
-from memo.profiler.layer_times import LayerTimes, longer_s
+from memo.profiler.timing.layer_tiles import tile_rows_of
+from memo.profiler.timing.layer_times import LayerTimes, longer_s
 from memo.runtime.attention import offer_attention
 from memo.runtime.block_loss import offer_block_loss
 from memo.runtime.device_memory import peak_bytes, resident_bytes

@@ -35,10 +35,10 @@ from memo.profiler.head import (
     shortened,
 )
 from memo.profiler.layer_bytes import LayerBytes, count_bytes
-from memo.profiler.layer_tiles import count_tiles, measure_tiles
-from memo.profiler.layer_times import LayerTimes, forward_s, measure_layer
+from memo.profiler.timing.layer_tiles import count_tiles, measure_tiles
+from memo.profiler.timing.layer_times import LayerTimes, forward_s, measure_layer
 from memo.profiler.process_memory import fixed_bytes
-from memo.profiler.store_rate import measure_store
+from memo.profiler.timing.store_rate import measure_store
 from memo.runtime.attention import offer_attention
 from memo.runtime.block_loss import has_block_loss, offer_block_loss
 from memo.runtime.device_memory import give_back_at_once, resident_bytes

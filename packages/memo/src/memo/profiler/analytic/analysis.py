@@ -34,7 +34,7 @@ from memo.planner.profile import (
 from memo.profiler.analytic.fake_model import NUM_TILES, FakeModel, TilesCount
 from memo.profiler.analytic.roofline import ATTENTION_SHARE, PRODUCT_SHARE, Seconds
 from memo.profiler.layer_bytes import LayerBytes
-from memo.profiler.layer_tiles import TILE_ROWS
+from memo.profiler.timing.layer_tiles import TILE_ROWS
 from shared.errors import ConfigError
 from shared.topology.device import PRESETS, Device
 from shared.topology.link import Link

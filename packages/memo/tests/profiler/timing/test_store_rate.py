@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from memo.profiler.store_rate import measure_store, measure_streams
+from memo.profiler.timing.store_rate import measure_store, measure_streams
 from memo.runtime.stores import FileStore, MemoryStore
 
 MB = 1_000_000
@@ -32,7 +32,7 @@ def test_rates_are_those_of_the_store_and_slowdown_that_of_work_beside_copies(mo
         clock.now_s = now() + (0.002 if next(num_works) < 3 else 0.003)  # three alone
         worked.release()
 
-    monkeypatch.setattr("memo.profiler.store_rate.time", SimpleNamespace(perf_counter=now))
+    monkeypatch.setattr("memo.profiler.timing.store_rate.time", SimpleNamespace(perf_counter=now))
     monkeypatch.setattr(MemoryStore, "write", copy_at(200 * MB))
     monkeypatch.setattr(MemoryStore, "read", copy_at(800 * MB))
     found = measure_store(MemoryStore(), work)
@@ -74,9 +74,9 @@ def test_work_that_outlasts_the_copies_is_not_counted(monkeypatch):
 
     copies = Copies([False, False, False, True, True])
     monkeypatch.setattr(
-        "memo.profiler.store_rate.time", SimpleNamespace(perf_counter=lambda: clock[0])
+        "memo.profiler.timing.store_rate.time", SimpleNamespace(perf_counter=lambda: clock[0])
     )
-    monkeypatch.setattr("memo.profiler.store_rate.ThreadPoolExecutor", lambda *_: copies)
+    monkeypatch.setattr("memo.profiler.timing.store_rate.ThreadPoolExecutor", lambda *_: copies)
     assert measure_store(MemoryStore(), work).slowdown == 1.5
 
 
@@ -88,11 +88,11 @@ def test_a_latency_too_small_to_be_seen_is_no_news(monkeypatch, caplog):
         clock[0] += 1e-9 * len(data) ** 1.1
 
     monkeypatch.setattr(
-        "memo.profiler.store_rate.time", SimpleNamespace(perf_counter=lambda: clock[0])
+        "memo.profiler.timing.store_rate.time", SimpleNamespace(perf_counter=lambda: clock[0])
     )
     monkeypatch.setattr(MemoryStore, "write", copy)
     monkeypatch.setattr(MemoryStore, "read", copy)
-    monkeypatch.setattr("memo.profiler.store_rate.ThreadPoolExecutor", lambda *_: Copies([True]))
+    monkeypatch.setattr("memo.profiler.timing.store_rate.ThreadPoolExecutor", lambda *_: Copies([True]))
     found = measure_store(MemoryStore(), lambda: None)
     assert found.send.time_s(0) == 0
     assert caplog.text == ""
@@ -135,7 +135,7 @@ def test_rates_of_streams_are_those_of_copies_beside_work(monkeypatch):
             assert streams.now_s["back"] > streams.now_s["compute"], "copies run beside it"
 
     clock = SimpleNamespace(perf_counter=lambda: max(streams.now_s.values()))
-    monkeypatch.setattr("memo.profiler.store_rate.time", clock)
+    monkeypatch.setattr("memo.profiler.timing.store_rate.time", clock)
     found = measure_streams(
         MemoryStore(), work, streams, torch.empty(16 << 20, dtype=torch.uint8), limit_bytes=20 << 20
     )

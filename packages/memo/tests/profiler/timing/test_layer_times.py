@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from memo.profiler.layer_times import are_as_close, measure_layer
+from memo.profiler.timing.layer_times import are_as_close, measure_layer
 
-from ..runtime.models import Block
+from ...runtime.models import Block
 
 pytestmark = pytest.mark.unchecked  # layers are trained
 

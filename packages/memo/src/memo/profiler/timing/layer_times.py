@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from memo.planner.layer_plan import ATTENTION, CUT, INPUT, LayerPlan
 from memo.profiler.clock import now, untouched_buffers, untouched_gradients
 from memo.profiler.layer_bytes import first_tensor
-from memo.profiler.stopwatch import Stopwatch
+from memo.profiler.timing.stopwatch import Stopwatch
 from memo.runtime.attention import Answer, listening
 from memo.runtime.layers import named_memory, without_cache
 from memo.runtime.recording.arguments import input_of

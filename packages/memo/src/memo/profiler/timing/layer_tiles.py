@@ -13,7 +13,7 @@ from memo.planner.layer_plan import ATTENTION, INPUT, LayerPlan
 from memo.planner.profile import TilesProfile
 from memo.profiler.clock import now, untouched_gradients
 from memo.profiler.layer_bytes import count_bytes, first_tensor
-from memo.profiler.layer_times import LayerTimes, longer_s
+from memo.profiler.timing.layer_times import LayerTimes, longer_s
 from memo.runtime.layers import without_cache
 from memo.runtime.recording.arguments import input_of
 from memo.runtime.tiling.record import TiledRecord

@@ -1,0 +1,1 @@
+"""Seconds of layers and of a store, on the machine at hand."""
