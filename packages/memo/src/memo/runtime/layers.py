@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable
+from hashlib import sha256
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ __all__ = [
     "check_untouched",
     "device_of",
     "find_layers",
+    "kind_of",
     "named_memory",
     "without_cache",
 ]
@@ -85,6 +87,20 @@ def find_layers(model: nn.Module, layers: Iterable[nn.Module] | None = None) -> 
         )
     longest = max(alike, key=lambda one: (len(one), sum(p.numel() for p in one.parameters())))
     return list(dict.fromkeys(longest))
+
+
+def kind_of(layer: nn.Module) -> str:
+    """What a layer is, as far as its memory depends on it: its class, and its parameters' names, shapes and dtypes.
+
+    Wrapping by FSDP2 leaves it as it is; adapters do not.
+    """
+    # FSDP2 gives a layer a class of its own, which derives from the layer's.
+    name = next(one.__name__ for one in type(layer).__mro__ if not one.__name__.startswith("FSDP"))
+    shapes = sorted(
+        (name, tuple(one.shape), str(one.dtype)) for name, one in layer.named_parameters()
+    )
+    count = sum(one.numel() for one in layer.parameters())
+    return f"{name} with {count:,} parameters ({sha256(repr(shapes).encode()).hexdigest()[:12]})"
 
 
 def check_untouched(

@@ -25,12 +25,14 @@ from memo.runtime.layers import (
     check_untouched,
     device_of,
     find_layers,
+    kind_of,
     named_memory,
     without_cache,
 )
 from memo.runtime.moving import open_mover
 from memo.runtime.moving.buffers import Buffers
 from memo.runtime.moving.mover import Cargo, Times
+from memo.runtime.recording.arguments import input_of
 from memo.runtime.recording.record import ForwardRecord, LayerRecord
 from memo.runtime.recording.whole import WholeRecord
 from memo.runtime.stores import open_store
@@ -60,8 +62,8 @@ def apply(model: nn.Module, plan: Plan, layers: Iterable[nn.Module] | None = Non
         The run, which measures what the plan takes.
 
     Raises:
-        ConfigError: the model has other layers than the plan, has one applied already, is compiled, or
-            recomputes activations itself.
+        ConfigError: the model's layers are of another number or kind than the plan's, have a plan applied, are
+            compiled, or recompute activations themselves.
         DataError: the store cannot be opened.
     """
     return Run(model, plan, layers)
@@ -106,6 +108,7 @@ class Run:
         found = find_layers(model, layers)
         self.plan = plan.for_layers(len(found))
         check_untouched(model, found, _applied)
+        plan.check_kinds(list(map(kind_of, found)))
         self._store = open_store(
             plan.store,
             plan.store_limit_bytes,
@@ -127,7 +130,9 @@ class Run:
         self._changed = [
             (number, layer)
             for number, layer in enumerate(found)
-            if self.plan.layers[number].mode != "keep" or self._schedule.after_forward[number]
+            if self.plan.layers[number].mode != "keep"
+            or self._schedule.after_forward[number]
+            or (number == 0 and plan.input_shape is not None)
         ]
         if self._changed and self._device.type == "cpu":
             give_back_at_once()
@@ -209,6 +214,8 @@ class Run:
             self._current = Pass()
             self._passes.add(self._current)
         self._last_number, current = number, self._current
+        if number == 0 and self.plan.input_shape is not None:
+            self.plan.check_input(input_of(args, kwargs).shape)
         self._do(self._schedule.before_forward[number], current)
         if self.plan.layers[number].mode == "keep":
             out = forward(*args, **kwargs)
