@@ -133,12 +133,12 @@ class StandIn:
         if path == "/v1/completions":
             assert body["model"] == "tiny"
             assert body["ignore_eos"]
-            (end,) = body["stop_token_ids"] or [None]
+            end = body["stop_token_ids"] or None
             tokens, values = self.draw(
                 body["prompt"], body["max_tokens"], body["temperature"], body["seed"], end
             )
             choice = {
-                "index": 0, "text": "", "finish_reason": "stop" if tokens[-1] == end else "length",
+                "index": 0, "text": "", "finish_reason": "stop" if tokens[-1] in (end or ()) else "length",
                 "token_ids": tokens, "logprobs": {"token_logprobs": values, "tokens": []},
             }  # fmt: skip
             return {"object": "text_completion", "choices": [choice]}
@@ -166,7 +166,7 @@ class StandIn:
             return {"model_path": self.folder, "weight_version": self.label}
         if path == "/generate":
             asked = body["sampling_params"]
-            (end,) = asked["stop_token_ids"] or [None]
+            end = asked["stop_token_ids"] or None
             assert asked["ignore_eos"] == (end is None)
             tokens, values = self.draw(
                 body["input_ids"], asked["max_new_tokens"], asked["temperature"],

@@ -306,7 +306,10 @@ def test_bad_settings_are_refused():
         with pytest.raises(ConfigError, match="expected at least one turn"):
             loop_of({}, **change)
     loop = loop_of({}, max_tokens=10)
-    for sampling in (Sampling(max_new_tokens=11, end_token=1), Sampling(max_new_tokens=5)):
+    for sampling in (
+        Sampling(max_new_tokens=11, end_token=1),
+        Sampling(max_new_tokens=5, end_token=None),
+    ):
         with pytest.raises(ConfigError, match="expected an end token and turns that fit"):
             loop.run(batch_of(["go"]), sampling)
     empty = Batch(

@@ -20,7 +20,7 @@ from .stand_in import CONFIG, StandIn, made_model
 
 KINDS = ("vllm", "sglang")
 LENGTHS = [3, 7, 1, 4]
-GREEDY = Sampling(max_new_tokens=6, temperature=0.0)
+GREEDY = Sampling(max_new_tokens=6, temperature=0.0, end_token=None)
 
 
 @pytest.fixture(scope="module")

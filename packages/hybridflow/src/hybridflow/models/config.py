@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from hybridflow.models.end_tokens import list_ids, read_end_tokens
 from shared.errors import ConfigError
 from shared.files import read_model_config
 
@@ -51,6 +52,8 @@ class DecoderConfig:
         has_qk_norm: queries and keys are normalised by head, as in Qwen3.
         rope: base and scaling of rotary positions, as `rope_parameters`.
         raw: the whole of config.json, for export.
+        end_tokens: ids of the tokens that end the model's responses; empty if it names none.
+        folder: the folder that it was read from; None if from elsewhere.
     """
 
     vocab_size: int
@@ -68,6 +71,8 @@ class DecoderConfig:
     initializer_range: float = 0.02
     rope: Mapping[str, Any] = field(default_factory=dict)
     raw: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    end_tokens: tuple[int, ...] = field(default=(), compare=False)
+    folder: Path | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -127,6 +132,7 @@ class DecoderConfig:
             initializer_range=float(tree.get("initializer_range", 0.02)),
             rope=_rope(tree, where),
             raw=dict(tree),
+            end_tokens=list_ids(tree.get("eos_token_id"), where),
         )
 
 
@@ -152,14 +158,23 @@ def read_config(model: Any) -> DecoderConfig:
         presets = f"config:NAME for one of {', '.join(PRESETS)}"
         tree, path = read_model_config(model, presets, may_be_file=False)
         try:
-            return DecoderConfig.parse(tree, str(path))
+            config = DecoderConfig.parse(tree, str(path))
+            return replace(
+                config, end_tokens=read_end_tokens(path.parent, tree), folder=path.parent
+            )
         except KeyError as error:
             raise ConfigError(f"{path}: expected the key {error}, got none; add it") from error
     if isinstance(model, Mapping):
         return DecoderConfig.parse(model, "model")
     found = getattr(model, "config", model)
     if hasattr(found, "to_dict"):
-        return DecoderConfig.parse(found.to_dict(), type(found).__name__)
+        config = DecoderConfig.parse(found.to_dict(), type(found).__name__)
+        named = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+        if named is None:
+            return config
+        return replace(
+            config, end_tokens=list_ids(named, f"{type(model).__name__}.generation_config")
+        )
     raise ConfigError(
         f"model: expected config:NAME, a folder, a mapping of config.json's fields, or a Hugging "
         f"Face configuration, got a {type(model).__name__}"

@@ -21,9 +21,11 @@ from hybridflow.reshard.transition import Transition
 from hybridflow.rl import kl, losses
 from hybridflow.rl.aggregate import aggregate, denominator
 from hybridflow.roles.model_worker import ModelWorker
+from hybridflow.rollout.end_tokens import resolve_by_config
 from hybridflow.rollout.native import generator as native
 from hybridflow.rollout.rows import build_roll, prompt_rows, sample_ids, take_greedy
 from hybridflow.rollout.sampling import Sampling
+from hybridflow.tasks.prompts import END_TOKENS
 from hybridflow.workers.batch.batch import Batch
 from hybridflow.workers.protocols import remote
 from shared.errors import ConfigError, DataError
@@ -107,6 +109,7 @@ class ActorWorker(ModelWorker):
     @remote(protocol="3d-all-micro-dp")
     def generate(self, batch: Batch, sampling: Sampling, step: int = 0) -> Batch:
         """Generates responses; see `Generator.generate`."""
+        sampling = resolve_by_config(sampling, self.config, batch.meta.get(END_TOKENS, ()))
         if self.transition is not None:
             self.transition.to_generation()
         # Generates for padding rows too, as all shards of a replica need the same rows.

@@ -15,6 +15,7 @@ from hybridflow.roles.state.export import export
 from hybridflow.rollout.rows import build_roll, prompt_rows, sample_ids, take_greedy
 from hybridflow.rollout.sampling import Sampling
 from hybridflow.rollout.servers.server import ServerRollout
+from hybridflow.tasks.prompts import END_TOKENS
 from hybridflow.workers.batch.batch import Batch
 from hybridflow.workers.pool import ResourcePool
 from hybridflow.workers.protocols import remote
@@ -35,6 +36,7 @@ class ServedWorker(Worker):
     @remote(protocol="rank-zero")
     def generate(self, batch: Batch, sampling: Sampling, step: int = 0) -> Batch:
         """Generates responses; see `Generator.generate`."""
+        sampling = self.server.resolve(sampling, batch.meta.get(END_TOKENS, ()))
         ids = sample_ids(batch, sampling.num_samples)
         found = self.server.generate(prompt_rows(batch), sampling, sample_ids=ids, step=step)
         return build_roll(batch, found, sampling, self.version)

@@ -16,10 +16,12 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from hybridflow.rollout.end_tokens import resolve_end_tokens
 from hybridflow.rollout.native.generator import Responses
 from hybridflow.rollout.rows import ServedResponses
 from hybridflow.rollout.sampling import Sampling
 from hybridflow.rollout.tools import Tool, ToolAnswer, ToolCall, parse_calls, run_calls
+from hybridflow.tasks.prompts import END_TOKENS
 from hybridflow.tasks.tokenizers import Tokenizer
 from hybridflow.workers.batch.batch import Batch
 from shared.errors import ConfigError, DataError
@@ -109,7 +111,8 @@ class AgentLoop:
 
         Args:
             batch: columns prompts [B, P], prompt_lengths [B], sample_ids [B]; others are kept.
-            sampling: of each turn; its end token and max_new_tokens end a turn.
+            sampling: of each turn; its end tokens and max_new_tokens end a turn. If it names none,
+                the tokenizer's end token does.
             step: training step; random numbers differ between steps.
             version: of the weights, used if the generator does not return versions.
 
@@ -123,6 +126,8 @@ class AgentLoop:
             ConfigError: if there is no end token, or not even one turn fits into max_tokens.
             DataError: if the batch has no rows.
         """
+        named = (self.tokenizer.end_token, *batch.meta.get(END_TOKENS, ()))
+        sampling = resolve_end_tokens(sampling, named, token_of=self._token_of)
         if sampling.end_token is None or sampling.max_new_tokens > self.max_tokens:
             raise ConfigError(
                 f"expected an end token and turns that fit into max_tokens {self.max_tokens}, got "
@@ -155,6 +160,15 @@ class AgentLoop:
                 self._read(talk, start + self.max_tokens - sampling.max_new_tokens)
         return rows | self._table(talks, rows, dtype)
 
+    def _token_of(self, text: str) -> int:
+        ids = (self.encode or self.tokenizer.encode)(text)
+        if len(ids) != 1:
+            raise ConfigError(
+                f"sampling.end_token: expected a text of one token, got {text!r}, which is "
+                f"{len(ids)}; give one token, or its id"
+            )
+        return ids[0]
+
     def _turn(
         self, active: list[_Conversation], sampling: Sampling, step: int, version: int
     ) -> torch.dtype:
@@ -175,7 +189,7 @@ class AgentLoop:
             talk.add(response, worth[k, made].tolist(), version=versions[k], is_made=True)
             talk.num_turns += 1
             talk.calls, talk.answers = [], []
-            is_last = talk.num_turns == self.max_turns or response[-1] != sampling.end_token
+            is_last = talk.num_turns == self.max_turns or response[-1] not in sampling.end_tokens
             if not is_last:
                 try:
                     talk.calls = list(self.parse(self.tokenizer.decode(response)))

@@ -11,18 +11,22 @@ distribution than the trainer's.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from jaxtyping import Int64
 from torch import Tensor
 
+from hybridflow.models.end_tokens import find_token, find_tokenizer_end, list_ids
+from hybridflow.rollout.end_tokens import resolve_end_tokens
 from hybridflow.rollout.native.generator import Responses
 from hybridflow.rollout.rows import responses, samples
 from hybridflow.rollout.sampling import Sampling, draw, uniforms
 from shared.errors import ConfigError
 
-__all__ = ["generate"]
+__all__ = ["generate", "resolve_by_model"]
 
 
 class _Drawer:
@@ -47,8 +51,8 @@ class _Drawer:
         tokens, log_probs = draw(scores, None if self._numbers is None else self._numbers[:, step])
         self.log_probs.append(log_probs)
         is_over = torch.full_like(tokens, step + 1 >= self._sampling.max_new_tokens).bool()
-        if self._sampling.end_token is not None:
-            is_over |= tokens == self._sampling.end_token
+        for end in self._sampling.end_tokens:
+            is_over |= tokens == end
         self._is_done = is_over if self._is_done is None else self._is_done | is_over
         self._after(int(self._is_done.sum()))
         only = torch.full_like(scores, float("-inf"))
@@ -78,12 +82,14 @@ def generate(
 
     Raises:
         DataError: if there is no prompt, or one is empty.
-        ConfigError: if the model has an encoder, or too few positions.
+        ConfigError: if the model has an encoder or too few positions, or an end token is not one of
+            its tokens.
     """
     if model.config.is_encoder_decoder:
         raise ConfigError(
             f"{type(model).__name__}: expected a decoder alone, got an encoder-decoder model"
         )
+    sampling = resolve_by_model(sampling, model)
     rows, ids = samples(prompts, sampling, sample_ids)
     longest = max(map(len, rows)) + sampling.max_new_tokens
     positions = getattr(model.config, "max_position_embeddings", None)
@@ -107,11 +113,37 @@ def generate(
         # The prefill yields the first token of a batch.
         num_steps += tokens.shape[1] - 1
         for row, values in zip(tokens.tolist(), log_probs.tolist(), strict=True):
-            has_end = sampling.end_token in row
-            count = row.index(sampling.end_token) + 1 if has_end else len(row)
+            ends = (k for k, token in enumerate(row, 1) if token in sampling.end_tokens)
+            count = next(ends, len(row))
             made.append(row[:count])
             worth.append(values[:count])
     return responses(rows, made, worth, num_steps=num_steps)
+
+
+def resolve_by_model(sampling: Sampling, model: Any) -> Sampling:
+    """Replaces end tokens by ids.
+
+    By default they are those of the model's generation settings, and of the tokenizer in the folder
+    that it was loaded from.
+
+    Args:
+        sampling: settings, as a user gave them or resolved already.
+        model: a causal language model of `transformers`.
+
+    Raises:
+        ConfigError: an end token is not one of the model's.
+    """
+    name = getattr(model.config, "name_or_path", "")
+    folder, is_folder = Path(name), bool(name) and Path(name, "config.json").is_file()
+    named = list_ids(model.generation_config.eos_token_id, "generation_config")
+    if is_folder:
+        named += find_tokenizer_end(folder)
+    return resolve_end_tokens(
+        sampling,
+        named,
+        vocab_size=getattr(model.config.get_text_config(), "vocab_size", None),
+        token_of=partial(find_token, folder) if is_folder else None,
+    )
 
 
 def _batch(
@@ -146,7 +178,7 @@ def _batch(
             generation_config=GenerationConfig(
                 max_new_tokens=sampling.max_new_tokens,
                 do_sample=False,
-                eos_token_id=sampling.end_token,
+                eos_token_id=list(sampling.end_tokens) or None,
                 pad_token_id=0,
             ),
             logits_processor=LogitsProcessorList([drawer]),

@@ -6,7 +6,10 @@ the same on one rank and on many, whatever else is in the batch, and when a run 
 
 from __future__ import annotations
 
+import enum
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int64
@@ -15,7 +18,13 @@ from torch import Tensor
 from shared.errors import ConfigError
 from shared.kernels.philox import philox, stream_key
 
-__all__ = ["Sampling", "draw", "uniforms"]
+__all__ = ["EndTokens", "Sampling", "draw", "uniforms"]
+
+
+class EndTokens(enum.Enum):
+    """Where end tokens come from if a `Sampling` names none itself."""
+
+    OF_MODEL = "those that the model's folder, or the prompts' tokenizer, names"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,17 +38,21 @@ class Sampling:
         max_new_tokens: longest response, its end token included.
         num_samples: responses for each prompt.
         temperature: divides the logits; 0 takes the likeliest token.
-        end_token: token that ends a response; None: only max_new_tokens does.
+        end_token: what ends a response besides max_new_tokens: the id of a token, or its text, or
+            several of them; None: nothing does. Texts need a model from a folder with a tokenizer.
+            By default the tokens that the model's generation_config.json (or else config.json), its
+            tokenizer and the prompts' tokenizer name.
         seed: of the random numbers.
 
     Raises:
-        ConfigError: no new token or no sample is asked for, or the temperature is below 0.
+        ConfigError: no new token or no sample is asked for, the temperature is below 0, or an end
+            token is neither an id from 0 on nor a text.
     """
 
     max_new_tokens: int
     num_samples: int = 1
     temperature: float = 1.0
-    end_token: int | None = None
+    end_token: Any = EndTokens.OF_MODEL
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -50,11 +63,50 @@ class Sampling:
             )
         if self.temperature < 0:
             raise ConfigError(f"sampling.temperature: {self.temperature} is below 0 (greedy)")
+        object.__setattr__(self, "end_token", _check_end_token(self.end_token))
+
+    @property
+    def end_tokens(self) -> tuple[int, ...]:
+        """Ids of the end tokens, once `hybridflow.rollout.end_tokens` has resolved them."""
+        assert self.end_token is not EndTokens.OF_MODEL, "generators resolve end tokens first"
+        if self.end_token is None:
+            return ()
+        tokens = self.end_token if isinstance(self.end_token, tuple) else (self.end_token,)
+        assert all(isinstance(token, int) for token in tokens), "generators resolve texts first"
+        return tokens
 
     @property
     def is_greedy(self) -> bool:
         """Whether the likeliest token is always taken."""
         return self.temperature == 0
+
+
+def _check_end_token(given: Any) -> int | str | tuple[int | str, ...] | EndTokens | None:
+    """The end tokens as plain ints and texts, a tuple of them if there may be several."""
+    if given is None or isinstance(given, EndTokens):
+        return given
+    is_single = isinstance(given, str) or getattr(given, "ndim", None) == 0
+    if is_single or not isinstance(given, Iterable) or isinstance(given, bytes | dict):
+        return _check_token(given)
+    tokens = tuple(_check_token(token) for token in given)
+    if not tokens:
+        raise ConfigError(
+            "sampling.end_token: expected one token or more, got an empty list; give None for "
+            "responses that only max_new_tokens ends"
+        )
+    return tuple(dict.fromkeys(tokens))
+
+
+def _check_token(token: Any) -> int | str:
+    if isinstance(token, str) and token:
+        return token
+    number = token.item() if getattr(token, "ndim", None) == 0 else token  # of numpy or torch
+    if isinstance(number, int) and not isinstance(number, bool) and number >= 0:
+        return number
+    raise ConfigError(
+        f"sampling.end_token: expected the id of a token, from 0 on, or its text, or several of "
+        f"them, got {token!r}; give for example tokenizer.end_token or eos_token_id"
+    )
 
 
 def uniforms(

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from hybridflow.tasks.prompts import prompt_batch
+from hybridflow.tasks.prompts import END_TOKENS, prompt_batch
 from hybridflow.tasks.rewards import Reward
 from hybridflow.tasks.tokenizers import CharTokenizer
 from hybridflow.workers.batch.batch import Batch
@@ -124,7 +124,11 @@ class QuestionTask(Task, ABC):
         prompts = [self._draw(f"{key}/{row}", is_held_out) for row in range(len(ids))]
         told = [self.columns(prompt) for prompt in prompts]
         tokens = [self.tokenizer.encode(prompt) for prompt in prompts]
-        return prompt_batch(tokens, ids, **{name: [row[name] for row in told] for name in told[0]})
+        columns = {name: [row[name] for row in told] for name in told[0]}
+        batch = prompt_batch(tokens, ids, **columns)
+        if self.end_token is not None:
+            batch.meta[END_TOKENS] = (self.end_token,)
+        return batch
 
     def _draw(self, key: str, is_held_out: bool) -> str:
         source = random.Random(key)

@@ -26,7 +26,10 @@ from shared.errors import ConfigError, DataError
 from shared.files import check_not_empty
 from shared.kernels.philox import philox, stream_key
 
-__all__ = ["Prompts", "prompt_batch"]
+__all__ = ["END_TOKENS", "Prompts", "prompt_batch"]
+
+END_TOKENS = "end_tokens"
+"""Name in a batch's `meta` of the ids that its prompts' tokenizer ends responses with."""
 
 log = logging.getLogger(__name__)
 
@@ -94,6 +97,7 @@ class Prompts:
         self._rows: list[Mapping[str, Any]] = []
         self.num_too_long = 0
         tokenizer, num_rows = as_tokenizer(tokenizer), 0
+        self._end_tokens = (tokenizer.end_token,)
         name = str(source) if isinstance(source, str | PathLike) else "the list"
         for where, row in _read(source, column):
             num_rows += 1
@@ -146,7 +150,9 @@ class Prompts:
         places = range(first, first + self.batch_size)
         rows = [self._row(place) for place in places]
         objects = {name: [self._rows[k].get(name) for k in rows] for name in self._columns}
-        return prompt_batch([self._tokens[k] for k in rows], places, **objects)
+        batch = prompt_batch([self._tokens[k] for k in rows], places, **objects)
+        batch.meta[END_TOKENS] = self._end_tokens
+        return batch
 
     def batches(self, steps: int | None = None, start: int = 0) -> Iterator[Batch]:
         """The batches of `steps` steps, from `start` on; endless if `steps` is None."""

@@ -12,7 +12,7 @@ from hybridflow.algorithms import loops
 from hybridflow.algorithms.dataflow import Algorithm, AlgorithmInputs
 from hybridflow.algorithms.loops.loop_spec import LoopInputs
 from hybridflow.algorithms.registry import LOOPS
-from hybridflow.rollout.sampling import Sampling
+from hybridflow.rollout.sampling import EndTokens, Sampling
 from hybridflow.tasks.base import Task
 from hybridflow.tasks.prompts import Prompts
 from hybridflow.tasks.tokenizers import Tokenizer
@@ -87,7 +87,7 @@ class Run:
                 "max_new_tokens: expected the longest response's tokens for prompts of a file, got "
                 "0; set it"
             )
-        end = tokenizer.end_token if task is None else task.end_token
+        end = EndTokens.OF_MODEL if task is None else task.end_token
         sampling = Sampling(
             max_new_tokens=new_tokens, num_samples=recipe.num_samples, seed=recipe.seed,
             temperature=recipe.temperature, end_token=end,

@@ -137,6 +137,9 @@ def write_folder(held: Held, folder: Path, max_file_bytes: int, source: str | Pa
             found = [] if source is None else [Path(source) / name for name in _COPIED]
             for file in filter(Path.is_file, found):
                 shutil.copy(file, folder)
+            ends, settings = held.model.config.end_tokens, folder / "generation_config.json"
+            if ends and not settings.is_file():
+                settings.write_text(json.dumps({"eos_token_id": list(ends)}) + "\n")
     except OSError as error:
         raise DataError(f"{folder}: {error}; free space there, or export elsewhere") from error
     finally:

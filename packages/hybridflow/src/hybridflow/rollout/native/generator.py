@@ -23,6 +23,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from hybridflow.models.decoder import Decoder
 from hybridflow.models.pipeline import run_forward
+from hybridflow.rollout.end_tokens import resolve_by_config
 from hybridflow.rollout.native import cuda_graphs as native_graphs
 from hybridflow.rollout.native.kv_cache import Cache
 from hybridflow.rollout.native.slots import SampleTable, SlotTable
@@ -95,8 +96,10 @@ def generate(
     Raises:
         DataError: if there is no prompt, one is empty, or there is not one id per sample.
         ConfigError: if prompt and response do not fit into the model's positions, one of each does
-            not fit into `cache_bytes`, or `stages` is not the group of the model's stages.
+            not fit into `cache_bytes`, `stages` is not the group of the model's stages, or an end
+            token is not one of the model's.
     """
+    sampling = resolve_by_config(sampling, model.config)
     lengths = torch.tensor([len(prompt) for prompt in prompts])
     if not len(prompts) or int(lengths.min()) < 1:
         empty = [k for k, prompt in enumerate(prompts) if not len(prompt)]

@@ -40,6 +40,7 @@ class SampleTable:
         self.tokens[:, : prompts.shape[1]] = prompts.repeat_interleave(n, 0)
         self.first = prompts.new_empty(len(self.tokens))
         self.num_done = 0
+        self._ends = prompts.new_tensor(sampling.end_tokens)
         self._waiting = self.first[:0]
 
     def begin(self, first: Tensor) -> None:
@@ -53,9 +54,9 @@ class SampleTable:
     def is_over(self, tokens: Tensor, num_made: Tensor) -> Tensor:
         """Whether samples end with these tokens, each sample's num_made-th."""
         is_over = num_made >= self.sampling.max_new_tokens
-        return is_over if self.sampling.end_token is None else (
-            is_over | (tokens == self.sampling.end_token)
-        )  # fmt: skip
+        if not len(self._ends):
+            return is_over
+        return is_over | (tokens[:, None] == self._ends).any(1)
 
     @property
     def num_waiting(self) -> int:

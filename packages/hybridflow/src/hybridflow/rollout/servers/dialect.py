@@ -50,16 +50,16 @@ class Completion(NamedTuple):
                 f"weights from elsewhere while responses are in progress"
             )
         count = len(self.tokens)
-        has_ended = count and self.tokens[-1] == sampling.end_token
+        has_ended = count and self.tokens[-1] in sampling.end_tokens
         is_whole = count == sampling.max_new_tokens or (
             has_ended and count < sampling.max_new_tokens
         )
         if not is_whole or len(self.log_probs) != count:
             raise CommError(
                 f"{where} has {count} tokens and {len(self.log_probs)} log-probabilities, and ends "
-                f"with {self.tokens[-1:]} because of {self.reason!r}; expected end token "
-                f"{sampling.end_token} or {sampling.max_new_tokens} tokens; check that the model's "
-                f"own end token is the same"
+                f"with {self.tokens[-1:]} because of {self.reason!r}; expected an end "
+                f"token of {list(sampling.end_tokens)} or {sampling.max_new_tokens} tokens; check that "
+                f"the server's own end tokens are the same"
             )
 
 

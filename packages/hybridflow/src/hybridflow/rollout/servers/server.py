@@ -11,20 +11,24 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from jaxtyping import Int64
 from torch import Tensor
 
+from hybridflow.models.end_tokens import find_token, read_end_tokens
+from hybridflow.rollout.end_tokens import resolve_end_tokens
 from hybridflow.rollout.rows import ServedResponses, responses, samples
-from hybridflow.rollout.sampling import Sampling
+from hybridflow.rollout.sampling import EndTokens, Sampling
 from hybridflow.rollout.servers.connection import Connection
 from hybridflow.rollout.servers.dialect import LOADING, Completion, Dialect, Weights, swap
 from hybridflow.rollout.servers.registry import SERVERS
 from shared.errors import CommError, ConfigError, DataError
+from shared.files import read_model_config
 from shared.kernels.philox import stream_key
 
 __all__ = ["ServerRollout"]
@@ -107,10 +111,12 @@ class ServerRollout:
 
         Raises:
             DataError: if there is no prompt, or one is empty.
-            ConfigError: if the server would draw from another distribution than asked.
+            ConfigError: if the server would draw from another distribution than asked, or its end
+                tokens are unknown.
             CommError: if the server does not answer or refuses, a response is incomplete, or the
                 weights changed during a response.
         """
+        sampling = self.resolve(sampling)
         self._dialect.check(sampling)
         rows, ids = samples(prompts, sampling, sample_ids)
         with self._generating():
@@ -136,6 +142,31 @@ class ServerRollout:
         )
         assert isinstance(found, ServedResponses), "versions were given"
         return found
+
+    def resolve(self, sampling: Sampling, prompts_end: Iterable[int] = ()) -> Sampling:
+        """Replaces end tokens by ids, read from the folder of the server's weights.
+
+        Args:
+            sampling: settings, as a user gave them or resolved already.
+            prompts_end: ids that the prompts' tokenizer names.
+
+        Raises:
+            ConfigError: an end token is not one of the model's, or the model's are asked for and
+                neither they nor the prompts' are known here.
+        """
+        named, vocab_size, token_of = list(prompts_end), None, None
+        folder = Path(self._served.folder or "")
+        if self._served.folder and (folder / "config.json").is_file():
+            tree, _ = read_model_config(folder)
+            named += read_end_tokens(folder, tree)
+            vocab_size, token_of = tree.get("vocab_size"), partial(find_token, folder)
+        elif sampling.end_token is EndTokens.OF_MODEL and not named:
+            raise ConfigError(
+                f"sampling.end_token: expected the model's end tokens, and {self.url} serves "
+                f"{self._served.folder!r}, which is no folder here; give the ids, or None for "
+                "responses that only max_new_tokens ends"
+            )
+        return resolve_end_tokens(sampling, named, vocab_size=vocab_size, token_of=token_of)
 
     def sync_weights(self, folder: str | Path, version: int) -> None:
         """Has the server load other weights, after all responses in progress have ended.

@@ -61,9 +61,9 @@ class SGLang:
             "repetition_penalty": 1.0,
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,
-            # True would ignore our end token too, not only the model's.
-            "ignore_eos": sampling.end_token is None,
-            "stop_token_ids": [] if sampling.end_token is None else [sampling.end_token],
+            # True would ignore our end tokens too, not only the model's.
+            "ignore_eos": not sampling.end_tokens,
+            "stop_token_ids": list(sampling.end_tokens),
             "skip_special_tokens": False,
         }
         body = {"input_ids": prompt, "sampling_params": settings, "return_logprob": True}

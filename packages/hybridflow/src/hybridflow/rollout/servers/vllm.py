@@ -83,9 +83,9 @@ class VLLM:
             "repetition_penalty": 1.0,
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,
-            # Our end token is the only one.
+            # Only our end tokens end a response.
             "ignore_eos": True,
-            "stop_token_ids": [] if sampling.end_token is None else [sampling.end_token],
+            "stop_token_ids": list(sampling.end_tokens),
             "logprobs": 0,
             "return_token_ids": True,
             "add_special_tokens": False,
