@@ -8,7 +8,6 @@ import platform
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -35,10 +34,11 @@ from memo.profiler.head import (
     shortened,
 )
 from memo.profiler.layer_bytes import LayerBytes, count_bytes
+from memo.profiler.process_memory import bytes_to_come, fixed_bytes
 from memo.profiler.timing.layer_tiles import count_tiles, measure_tiles
 from memo.profiler.timing.layer_times import LayerTimes, forward_s, measure_layer
-from memo.profiler.process_memory import fixed_bytes
 from memo.profiler.timing.store_rate import measure_store
+from memo.profiler.untouched import untouched
 from memo.runtime.attention import offer_attention
 from memo.runtime.block_loss import has_block_loss, offer_block_loss
 from memo.runtime.device_memory import give_back_at_once, resident_bytes
@@ -175,9 +175,16 @@ def measure_profile(
         )  # fmt: skip
     if device.type == "cpu":
         give_back_at_once()
-    fixed = partial(fixed_bytes, model, optimizer_bytes)
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        profile = _measure(model, found, batch, store, store_limit_bytes, room_bytes, budget, fixed)
+    to_come = bytes_to_come(model, optimizer_bytes)
+
+    def fixed() -> int:
+        return fixed_bytes(device) + to_come
+
+    before = fixed()
+    with untouched(model, batch, idle=found[1:]):
+        profile = _measure(
+            model, found, batch, store, store_limit_bytes, room_bytes, budget, before, fixed
+        )
     if device.type == "cuda":
         gc.collect()  # tensors in cycles would count as held for good
     # The layers' arguments are gone; what measuring imported and cached is there from now on.
@@ -192,10 +199,11 @@ def _measure(
     store_limit_bytes: int | None,
     room_bytes: int | None,
     budget: Budget | None,
+    fixed_before: int,
     fixed: Callable[[], int],
 ) -> StepProfile:
     """See `measure_profile`; fixed bytes are those of the store alone."""
-    layer, fixed_before, proofs = found[0], fixed(), Proofs()
+    layer, proofs = found[0], Proofs()
     tiles: TilesProfile | None = None
     # One that cannot be opened is told before anything is measured.
     opened = None if store is None else open_store(store, device=device_of(model))

@@ -1,4 +1,4 @@
-"""What measurements share: the clock, and gradients and buffers that are left as they were."""
+"""What measurements share: the clock, and gradients that are left as they were."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-__all__ = ["now", "untouched_buffers", "untouched_gradients"]
+__all__ = ["now", "untouched_gradients"]
 
 
 def now(device: torch.device) -> float:
@@ -32,15 +32,3 @@ def untouched_gradients(module: nn.Module, *inputs: Tensor) -> Iterator[None]:
             one.grad = gradient
         for one in inputs:
             one.grad = None
-
-
-@contextmanager
-def untouched_buffers(module: nn.Module) -> Iterator[None]:
-    """Gives buffers back the values that they had."""
-    kept = [(one, one.detach().clone()) for one in module.buffers()]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for one, value in kept:
-                one.copy_(value)

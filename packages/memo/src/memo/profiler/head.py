@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map
 
 from memo.profiler.clock import now, untouched_gradients
 from memo.profiler.storage_meter import StorageMeter
+from memo.profiler.untouched import watch_writes
 from memo.runtime.layers import without_cache
 from memo.runtime.recording.arguments import input_of, tensors_in
 from memo.runtime.recording.calls import address
@@ -67,7 +68,7 @@ def capture_call(
         found.append((args, kwargs))
         raise _Captured
 
-    with replaced(layers, forward), torch.no_grad(), _refusing(model):
+    with replaced(layers, forward), torch.no_grad(), _refusing(model), watch_writes():
         try:
             model(**batch)
         except _Captured:
@@ -145,11 +146,13 @@ def measure_head(
     device = next(model.parameters()).device
     seconds = []
     with _without_layers(model, layers):
-        for _ in range(repeats + 1):
+        with watch_writes():
+            loss_of(model(**batch)).backward()
+        for _ in range(repeats):
             started = now(device)
             loss_of(model(**batch)).backward()
             seconds.append(now(device) - started)
-    return min(seconds[1:])
+    return min(seconds)
 
 
 def count_block_head(model: nn.Module, layers: list[nn.Module], batch: Mapping[str, Any]) -> int:
@@ -161,7 +164,8 @@ def count_block_head(model: nn.Module, layers: list[nn.Module], batch: Mapping[s
         ConfigError: the model fails on this batch.
     """
     with _without_layers(model, layers):
-        loss_of(model(**batch)).backward()  # gradients are there from now on
+        with watch_writes():
+            loss_of(model(**batch)).backward()  # gradients are there from now on
         with StorageMeter() as meter:
             loss_of(model(**batch)).backward()
     return meter.peak_bytes

@@ -19,9 +19,10 @@ from torch.utils._pytree import tree_map
 
 from memo.planner.layer_plan import CUT, LayerPlan
 from memo.planner.profile import PassBytes
-from memo.profiler.clock import untouched_buffers, untouched_gradients
+from memo.profiler.clock import untouched_gradients
 from memo.profiler.head import refuse_batch
 from memo.profiler.storage_meter import StorageMeter
+from memo.profiler.untouched import watch_writes
 from memo.runtime.layers import named_memory, without_cache
 from memo.runtime.recording.record import LayerRecord
 from memo.runtime.tiling.record import TiledRecord
@@ -121,12 +122,12 @@ def _count_real(
     plan: LayerPlan,
     proofs: Proofs | None,
 ) -> LayerBytes:
-    """Counts passes that are computed; gradients, buffers and random numbers are left as they were."""
+    """Counts passes that are computed; gradients and random numbers are left as they were."""
     devices = list({one.device for one in layer.parameters() if one.is_cuda})
     try:
         with (
             untouched_gradients(layer),
-            untouched_buffers(layer),
+            watch_writes(),
             torch.random.fork_rng(devices),
             torch.enable_grad(),
         ):

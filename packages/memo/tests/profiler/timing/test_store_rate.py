@@ -92,7 +92,9 @@ def test_a_latency_too_small_to_be_seen_is_no_news(monkeypatch, caplog):
     )
     monkeypatch.setattr(MemoryStore, "write", copy)
     monkeypatch.setattr(MemoryStore, "read", copy)
-    monkeypatch.setattr("memo.profiler.timing.store_rate.ThreadPoolExecutor", lambda *_: Copies([True]))
+    monkeypatch.setattr(
+        "memo.profiler.timing.store_rate.ThreadPoolExecutor", lambda *_: Copies([True])
+    )
     found = measure_store(MemoryStore(), lambda: None)
     assert found.send.time_s(0) == 0
     assert caplog.text == ""

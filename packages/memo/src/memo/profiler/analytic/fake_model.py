@@ -23,9 +23,9 @@ from memo.planner.profile import PassBytes
 from memo.profiler.analytic.roofline import Roofline, Seconds
 from memo.profiler.head import capture_call, count_given, loss_of, pass_on, replaced
 from memo.profiler.layer_bytes import LayerBytes, count_passes, first_tensor
+from memo.profiler.storage_meter import StorageMeter
 from memo.profiler.timing.layer_tiles import tile_plan
 from memo.profiler.timing.stopwatch import Stopwatch
-from memo.profiler.storage_meter import StorageMeter
 from memo.runtime.attention import Answer, listening, offer_attention
 from memo.runtime.block_loss import KNOWN
 from memo.runtime.layers import find_layers, named_memory

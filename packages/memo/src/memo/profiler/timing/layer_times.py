@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from memo.planner.layer_plan import ATTENTION, CUT, INPUT, LayerPlan
-from memo.profiler.clock import now, untouched_buffers, untouched_gradients
+from memo.profiler.clock import now, untouched_gradients
 from memo.profiler.layer_bytes import first_tensor
 from memo.profiler.timing.stopwatch import Stopwatch
+from memo.profiler.untouched import watch_writes
 from memo.runtime.attention import Answer, listening
 from memo.runtime.layers import named_memory, without_cache
 from memo.runtime.recording.arguments import input_of
@@ -75,7 +76,7 @@ def measure_layer(
     *,
     repeats: int = 3,
 ) -> LayerTimes:
-    """Measures a layer on an input; parameters, their gradients and buffers are left as they were.
+    """Measures a layer on an input, inside of `untouched`; gradients of its parameters are left as they were.
 
     Args:
         layer: as it is in the model, in training mode.
@@ -86,6 +87,8 @@ def measure_layer(
     kwargs = without_cache(kwargs)
     buffers = {name: one.detach().clone() for name, one in layer.named_buffers()}
     source = input_of(args, kwargs)
+    with watch_writes(), torch.no_grad():
+        layer(*args, **kwargs)
     device = source.device
     plan = LayerPlan(mode="restore", resident=frozenset([*names, INPUT, ATTENTION]))
     forward, backward, replay, calls = [], [], [], []
@@ -121,10 +124,6 @@ def measure_layer(
             ) and _is_repeatable(layer, args, kwargs)
     except NotRepeatable:
         can_replay = False
-    finally:
-        with torch.no_grad():
-            for name, one in layer.named_buffers():
-                one.copy_(buffers[name])
     keys = calls[-1].keys() if calls else ()
     return LayerTimes(
         forward_s=median(forward[1:] or forward),
@@ -139,8 +138,9 @@ def measure_layer(
 def forward_s(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
     """Seconds of a layer's forward without gradients, the second time it is run."""
     kwargs, device = without_cache(kwargs), input_of(args, kwargs).device
-    with torch.no_grad(), untouched_buffers(layer):
-        layer(*args, **kwargs)
+    with torch.no_grad():
+        with watch_writes():
+            layer(*args, **kwargs)
         started = now(device)
         layer(*args, **kwargs)
         return now(device) - started
