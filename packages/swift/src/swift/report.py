@@ -96,6 +96,11 @@ class RecoveryReport:
         self.records.append(record)
         return record
 
+    def add_difference(self, difference: str) -> dict[str, Any]:
+        """Adds how the repeated step differs to the newest recovery's record, and returns that."""
+        self.records[-1]["difference"] = difference
+        return self.records[-1]
+
 
 def read_failures(path: str | Path) -> list[dict[str, Any]]:
     """Reads the failures of a file that `meshyard-swift run --report` wrote.
@@ -128,7 +133,12 @@ def _describe(record: Mapping[str, Any]) -> str:
     moved = sum(one["received_bytes"] for one in ranks.values())
     undone = sum(one["undone"] for one in ranks.values())
     phases = ", ".join(f"{phase} {format_s(seconds)}" for phase, seconds in longest.items())
+    differences = "".join(
+        f"\nRank {rank}: {one['difference']}."
+        for rank, one in ranks.items()
+        if one.get("difference")
+    )
     return (
         f"{lost}: {record['reason'].rstrip('.')}. On with step {record['target']} and {record['world_size']} "
-        f"ranks. {phases}; {format_bytes(moved)} moved, {undone} parameters undone."
+        f"ranks. {phases}; {format_bytes(moved)} moved, {undone} parameters undone.{differences}"
     )

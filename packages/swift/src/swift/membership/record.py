@@ -49,7 +49,7 @@ class FailureRecord:
         failure = self._by_epoch.setdefault(epoch, {**shown, "ranks": {}})
         failure["ranks"][str(record["rank"])] = {
             key: record[key] for key in ("seconds", "received_bytes", "undone", "is_newcomer")
-        }
+        } | {"difference": record.get("difference")}
         self._write(None)
 
     def failures(self) -> list[dict[str, Any]]:

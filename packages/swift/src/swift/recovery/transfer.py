@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from shared.comms import Group, reshard
+from shared.errors import DataError
 from shared.topology.boxes import Box
 from swift.injection import reach
 
@@ -152,6 +153,7 @@ def move(
 
     Raises:
         CommError: a rank was lost.
+        DataError: the optimizer makes state that a parameter's first step does not make.
     """
     reach("transfer")
     last = len(trainable.versions()) - 1
@@ -179,6 +181,12 @@ def move(
                     name: one.contiguous()
                     for name, one in list(wanted(fetch.entry).items())[:count]
                 }
+                if len(places) < count:
+                    raise DataError(
+                        f"expected memory for {count} tensors of entry {fetch.entry}, got it for "
+                        f"{', '.join(places)}: the optimizer has made others since a parameter's first "
+                        f"step; make them in the first step"
+                    )
             if is_mine:
                 taken.append((fetch.entry, places))
             for number, tensor in enumerate(places.values()):

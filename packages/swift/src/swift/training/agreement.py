@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from shared.comms import Group, all_gather, all_gather_v
 from shared.errors import DataError
@@ -20,6 +21,7 @@ __all__ = [
     "are_logged",
     "begin_equal",
     "expect_equal",
+    "expect_equal_parameters",
     "gather_sizes",
     "gather_texts",
 ]
@@ -178,6 +180,40 @@ def expect_equal(group: Group, trainable: Trainable, sets: Sets, step: int) -> N
             )
 
 
+def expect_equal_parameters(group: Group, parameters: Mapping[str, Tensor], step: int) -> None:
+    """Compares digests of all ranks' parameters after a step.
+
+    Args:
+        group: ranks that hold the same, which call this together.
+        parameters: this rank's by name, the same names on all ranks.
+        step: that is done.
+
+    Raises:
+        DataError: ranks differ.
+        CommError: a rank was lost.
+    """
+    if group.world_size == 1:
+        return
+    tensors = list(parameters.values())
+    rows = all_gather(group, _halves([digest(tensors)], group.device))
+    if all(torch.equal(row, rows[0]) for row in rows):
+        return
+    # Which one: their own digests, which a step without differences does without.
+    rows = all_gather(group, _halves([digest(one) for one in tensors], group.device))
+    index = min(int((row != rows[0]).any(1).nonzero()[0]) for row in rows if not row.equal(rows[0]))
+    odd = [
+        rank
+        for rank, row in zip(group.ranks, rows, strict=True)
+        if not row[index].equal(rows[0][index])
+    ]
+    raise DataError(
+        f"step {step}: expected equal parameters on all ranks, got another {list(parameters)[index]} on "
+        f"ranks {odd} than on rank {group.ranks[0]}; it was changed by something that is not the same "
+        f"on all ranks: step it by swift.undoable's optimizer alone, change it by averaged gradients, "
+        f"and give what else changes it to swift.DataParallel(..., stateful=[...])"
+    )
+
+
 def gather_texts(group: Group, text: str) -> list[str]:
     """Every rank's text.
 
@@ -204,6 +240,10 @@ def _digest(group: Group, trainable: Trainable) -> torch.Tensor:
         for entry in range(len(trainable.versions()))
         for tensor in trainable.state_of(entry).values()
     ]
-    # A tensor of two halves, as 64 unsigned bits are no torch integer.
-    value = digest(tensors)
-    return torch.tensor([value >> 32, value & 0xFFFFFFFF], device=group.device)
+    return _halves([digest(tensors)], group.device)[0]
+
+
+def _halves(digests: Sequence[int], device: torch.device) -> Tensor:
+    """Two halves of each, as 64 unsigned bits are no torch integer."""
+    rows = [[value >> 32, value & 0xFFFFFFFF] for value in digests]
+    return torch.tensor(rows, device=device)

@@ -3,23 +3,27 @@
 Gradients are averaged over ranks bucket by bucket while the backward pass goes on; afterwards each
 bucket's parameters are updated while the next bucket's sum is under way (wait-free updates, after
 Swift, arXiv 2302.06173). A failure leaves some parameters a step ahead: their marks say which.
+
+torch's own `loss.backward(); optimizer.step()` does the same in two parts: hooks average the gradients
+by the end of each backward pass, as DistributedDataParallel does, and the optimizer's step updates.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shared.comms import Group
-from shared.comms.collectives import Reduction, all_reduce, broadcast, start_all_reduce
-from shared.errors import CommError, ConfigError, DataError
+from shared.comms.collectives import all_reduce, broadcast
+from shared.errors import ConfigError, DataError
 from shared.kernels.digest import digest
 from swift.injection import reach
-from swift.training.buckets import plan_buckets
+from swift.training.agreement import expect_equal_parameters
+from swift.training.buckets import Averager, Sample
 from swift.training.data import Placed
 from swift.training.entries import Entries
 from swift.training.rest import Rest, Stateful
@@ -52,8 +56,9 @@ class DataParallel:
         clip_norm: float | None = None,
         scaler: torch.amp.GradScaler | None = None,
         stateful: Sequence[Stateful] = (),
+        compare_every: int = 50,
     ) -> None:
-        """Takes over a module's gradients.
+        """Takes over a module's gradients and its optimizer's `step`.
 
         Args:
             module: of the same shapes on all ranks, which begin with rank 0's values.
@@ -66,14 +71,21 @@ class DataParallel:
                 updates then wait for the last sum.
             stateful: schedulers and whatever else the step function changes: taken back with a
                 step, and given to newcomers.
+            compare_every: steps between two comparisons of all parameters over the ranks, by digests;
+                after a start or a recovery also behind steps 1, 2, 4, ...
 
         Raises:
             ConfigError: a size is not positive, or the module has parameters that need gradients
                 and that the optimizer does not have.
         """
-        if bucket_mb <= 0 or (clip_norm is not None and clip_norm <= 0):
+        if not bucket_mb > 0 or not (clip_norm is None or clip_norm > 0):
             raise ConfigError(
                 f"expected a positive bucket_mb and clip_norm, got {bucket_mb} and {clip_norm}"
+            )
+        if compare_every < 1:
+            raise ConfigError(
+                f"compare_every: expected at least one step, got {compare_every}; a large number "
+                f"makes comparisons rare"
             )
         known = {id(one) for one in optimizer.parameters}
         names = {id(one): name for name, one in module.named_parameters()}
@@ -97,18 +109,44 @@ class DataParallel:
         more = (scaler,) if scaler is not None else ()
         self._rest = Rest(module, optimizer.optimizer, (*stateful, *more))
         self._entries = Entries(self._names, optimizer, self._rest)
-        self._is_in_step = False
         self._world: Group | None = None
         self._replicas: Group | None = None
         self._bucket_bytes = int(bucket_mb * 1e6)
-        self._reductions: list[Reduction] = []
-        self._is_last = True
-        self._missing: list[set[int]] = []
-        self._take_gradients()
+        self._averager = Averager(
+            self._names,
+            self._bucket_bytes,
+            on_backward=self._begin_backward,
+            # Who has added to a sum has the whole step before: it stays.
+            on_first_sum=optimizer.confirm,
+        )
+        self._compare_every = compare_every
+        self._num_steps = 0  # of this world
+        self._torn: Sample | None = None
+        optimizer.hand_over_steps(self._step)
+        self._averager.take_gradients(optimizer.parameters)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward pass."""
         return self.module(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        """Gives what the module has, as `parameters`, `train` and `state_dict`."""
+        if name == "module":  # it is not set yet
+            raise AttributeError(name)
+        return getattr(self.module, name)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Makes backward passes in the block add gradients only, as DistributedDataParallel's does.
+
+        They are averaged by the next backward pass behind the block, or by the optimizer's step.
+        """
+        averager = self._averager
+        before, averager.is_synchronised = averager.is_synchronised, False
+        try:
+            yield
+        finally:
+            averager.is_synchronised = before
 
     def backward(self, loss: Tensor, *, update: bool = True) -> None:
         """Runs the backward pass, averages gradients over ranks and updates all parameters.
@@ -122,22 +160,34 @@ class DataParallel:
             CommError: a rank was lost; `run.loop` recovers from it.
             ConfigError: a gradient is sparse, or was added to after its bucket's sum had begun.
         """
-        replicas = _joined(self._replicas)
-        self._is_last = update
+        replicas, averager = _joined(self._replicas), self._averager
+        is_last = update and averager.is_synchronised
         scaled = loss if self.scaler is None else self.scaler.scale(loss)
-        (scaled / replicas.world_size).backward()
-        if not update:
+        with averager.backward(is_last=is_last):
+            (scaled / replicas.world_size).backward()
+        if not is_last:
             return
-        for missing in self._missing:
-            missing.clear()
-        self._start_reductions()
-        if self._waits_for() is None:
-            for at in range(len(self._buckets)):
-                self._await(at)
-                self._update(at)
+        if self._waits_for() is not None:
+            averager.average()
+            self._update_together()
             return
-        for at in range(len(self._buckets)):
-            self._await(at)
+        averager.start_all()
+        for at in range(len(averager.buckets)):
+            averager.wait(at)
+            self._update(at)
+
+    def _begin_backward(self) -> None:
+        """Called as a backward pass begins, or brings its first gradient."""
+
+    def _step(self) -> None:
+        """Updates all parameters: the optimizer's own `step`."""
+        if not self._averager.is_in_step:
+            raise ConfigError(
+                "expected optimizer.step() inside run.loop's step function, got it outside, where "
+                "other ranks would not make it; call run.loop(step_fn, trainable, ...)"
+            )
+        if not self._averager.is_averaged:
+            self._averager.average()
         self._update_together()
 
     def _describe_frozen(self) -> str:
@@ -152,78 +202,20 @@ class DataParallel:
             return "clip_norm"
         if self.scaler is not None:
             return "a scaler"
+        if self.optimizer.is_coupled:
+            return type(self.optimizer.optimizer).__name__
         return "the vote of mode='commit'" if self.optimizer.mode == "commit" else None
 
-    def _take_gradients(self) -> None:
-        """Has the gradients of the parameters that there are now come into buckets."""
-        self._buckets = plan_buckets(self.optimizer.parameters, self._bucket_bytes)
-        for at, bucket in enumerate(self._buckets):
-            for slot, index in enumerate(bucket.indices):
-                parameter = self.optimizer.parameters[index]
-                if parameter.requires_grad:
-                    parameter.register_post_accumulate_grad_hook(self._hook(at, slot))
-
-    def _hook(self, at: int, slot: int) -> Any:
-        bucket = self._buckets[at]
-        name = self._names[bucket.indices[slot]]
-
-        def arrived(parameter: Tensor) -> None:
-            assert parameter.grad is not None, "the hook runs behind its accumulation"
-            if parameter.grad.layout is not torch.strided:
-                raise ConfigError(
-                    f"{name}: expected a dense gradient, got {parameter.grad.layout}, "
-                    f"which cannot be summed in a bucket; make its module with sparse=False"
-                )
-            if at < len(self._reductions):
-                raise ConfigError(
-                    f"{name}: expected its whole gradient by one backward pass a step, got more of it "
-                    f"after its sum over ranks had begun; call dp.backward with update=True once a "
-                    f"step, and torch.utils.checkpoint with use_reentrant=False"
-                )
-            if parameter.grad is not bucket.grads[slot]:
-                bucket.views[slot].copy_(_part(parameter, parameter.grad))
-                parameter.grad = bucket.grads[slot]
-                bucket.used[slot] = 1
-            if self._is_last:
-                self._missing[at].discard(slot)  # a layer that is used twice comes here twice
-                self._start_reductions()
-
-        return arrived
-
-    def _start_reductions(self) -> None:
-        # All ranks start their sums in the order of the buckets, whatever order gradients come in.
-        replicas = _joined(self._replicas)
-        while len(self._reductions) < len(self._buckets):
-            at = len(self._reductions)
-            if self._missing[at]:
-                return
-            bucket = self._buckets[at]
-            for slot, index in enumerate(bucket.indices):
-                if self.optimizer.parameters[index].grad is not bucket.grads[slot]:
-                    bucket.views[slot].zero_()
-                    bucket.used[slot] = 0
-            reach("start", bucket=at)
-            self._reductions.append(start_all_reduce(replicas, bucket.buffer))
-
-    def _await(self, at: int) -> None:
-        reach("reduce", bucket=at)
-        self._reductions[at].wait()
-        if at == 0:
-            # All ranks have added to this sum, so all have the whole step before: it stays.
-            self.optimizer.confirm()
-        bucket = self._buckets[at]
-        used = bucket.used.tolist()
-        for slot, index in enumerate(bucket.indices):
-            self.optimizer.parameters[index].grad = bucket.grads[slot] if used[slot] else None
-
     def _update(self, at: int) -> None:
-        self.optimizer.update(self._buckets[at].indices)
+        self.optimizer.update(self._averager.buckets[at].indices)
         reach("update", bucket=at)
 
     def _update_together(self) -> None:
         world = _joined(self._world)
         is_finite = True
-        if self.scaler is not None:
+        if (
+            self.scaler is not None and self._averager.is_loss_divided
+        ):  # else the user's code unscales
             is_finite = self._unscale(self.scaler)
         if self.clip_norm is not None and is_finite:
             torch.nn.utils.clip_grad_norm_(self.optimizer.parameters, self.clip_norm)
@@ -233,10 +225,16 @@ class DataParallel:
             reach("vote")
             all_reduce(world, torch.zeros(1, device=world.device))
         if not is_finite:
-            for parameter in self.optimizer.parameters:
-                parameter.grad = None
-        for at in range(len(self._buckets)):
+            self._drop_gradients()
+        if self.optimizer.is_coupled:
+            self.optimizer.update(range(len(self._names)))
+            return
+        for at in range(len(self._averager.buckets)):
             self._update(at)
+
+    def _drop_gradients(self) -> None:
+        for parameter in self.optimizer.parameters:
+            parameter.grad = None
 
     def _unscale(self, scaler: torch.amp.GradScaler) -> bool:
         # Sums are equal on all ranks, and so is what follows from them.
@@ -258,7 +256,7 @@ class DataParallel:
         return {
             "parameters": shapes,
             "frozen": self._rest.frozen,
-            "buckets": [len(bucket.indices) for bucket in self._buckets],
+            "buckets": [len(bucket.indices) for bucket in self._averager.buckets],
             "optimizer": f"{type(optimizer).__name__}, {self.optimizer.mode}",
             "clip_norm": self.clip_norm,
             "waits_for": self._waits_for(),
@@ -278,10 +276,11 @@ class DataParallel:
     def _try(self, value: Tensor) -> None:
         """Steps a parameter of its own and takes the step back."""
         optimizer = self.optimizer.optimizer
+        make: Any = type(optimizer)
+        if not make.__module__.startswith("torch.optim."):
+            return  # constructors of others take what they like: they start cold
         sample = torch.nn.Parameter(value)
         group = {name: one for name, one in optimizer.param_groups[0].items() if name != "params"}
-        make: Any = type(optimizer)
-        # An optimizer with a constructor of its own starts cold.
         with suppress(TypeError):
             trial = undoable(make([{"params": [sample], **group}]), self.optimizer.mode)
             sample.grad = torch.ones_like(sample)
@@ -298,13 +297,11 @@ class DataParallel:
 
     def regroup(self, group: Group) -> None:
         """See `Trainable`."""
-        for reduction in self._reductions:
-            with suppress(CommError):
-                reduction.wait()  # gloo may still write to the bucket until then
-        self._reductions = []
+        self._num_steps = 0
+        if self._torn is None or self._torn.step != self._averager.sample.step:
+            self._torn = self._averager.sample
         self._world = self._replicas = group
-        if self._is_in_step:
-            self._is_in_step = False
+        if self._averager.join(group):
             self._rest.restore(self._entries.rest_version)
 
     def versions(self) -> list[int]:
@@ -334,36 +331,52 @@ class DataParallel:
     def begin(self, step: int) -> None:
         """See `Trainable`."""
         self._rest.keep(step)
-        self._is_in_step = True
-        self._reductions = []
-        for parameter in self.optimizer.parameters:
-            parameter.grad = None
-        self._missing = [
-            {
-                slot
-                for slot, index in enumerate(bucket.indices)
-                if self.optimizer.parameters[index].requires_grad
-            }
-            for bucket in self._buckets
-        ]
+        world = _joined(self._world)
+        self._averager.begin(Sample(step, (world.rank, world.world_size)))
 
-    def finish(self, step: int) -> None:
+    def finish(self, step: int) -> str | None:
         """See `Trainable`.
 
         Raises:
-            DataError: the step function has not called `backward` exactly once with an update.
+            DataError: the step function has not updated exactly once, or ranks have other parameters.
         """
+        if set(self.optimizer.marks) == {step} and self._is_left_out():
+            self._drop_gradients()
+            self.optimizer.update(range(len(self._names)))
         if set(self.optimizer.marks) != {step + 1}:
             raise DataError(
-                f"step {step}: expected one dp.backward(loss) that updates, got parameters with "
-                f"{sorted(set(self.optimizer.marks))} steps; call it once a step, the calls before "
-                f"it with update=False"
+                f"step {step}: expected one update, got parameters with "
+                f"{sorted(set(self.optimizer.marks))} steps; call dp.backward(loss) once a step, the "
+                f"calls before it with update=False; or loss.backward() and once optimizer.step() of "
+                f"swift.undoable's optimizer, all micro-batches of an update in one call of the step "
+                f"function"
             )
         if self.optimizer.mode != "commit":
             self._share_buffers(self._rest.shared_buffers)
         self._entries.rest_version = step + 1
-        self._is_in_step = False
+        self._averager.is_in_step = False
         reach("finish")
+        self._num_steps += 1
+        if _is_due(self._num_steps, self._compare_every):
+            expect_equal_parameters(_joined(self._replicas), self._list_parameters(), step)
+        if self._torn is None or self._torn.step > step:
+            return None
+        torn, self._torn = self._torn, None
+        return self._averager.sample.describe_difference(torn)
+
+    def _is_left_out(self) -> bool:
+        """Whether the step function means to change nothing, as GradScaler does of infinite gradients."""
+        grads = [one.grad for one in self.optimizer.parameters if one.grad is not None]
+        is_finite = all(bool(torch.isfinite(local(grad)).all()) for grad in grads)
+        averager = self._averager
+        is_theirs = averager.is_loss_divided is False and averager.is_averaged
+        return is_theirs and not (grads and is_finite)
+
+    def _list_parameters(self) -> dict[str, Tensor]:
+        """All parameters by name, the frozen ones too, as this rank has them."""
+        trained = dict(zip(self._names, self.optimizer.parameters, strict=True))
+        named = {**trained, **dict(self.module.named_parameters())}
+        return {name: local(one) for name, one in named.items()}
 
     def confirm(self, step: int) -> None:
         """See `Trainable`."""
@@ -395,11 +408,10 @@ class DataParallel:
             buffer.copy_(part.clone().view(buffer.dtype).view(buffer.shape))
 
 
-def _part(parameter: Any, grad: Any) -> Tensor:
-    """This rank's part of a gradient, placed as its parameter is."""
-    if getattr(grad, "placements", None) != getattr(parameter, "placements", None):
-        grad = grad.redistribute(placements=parameter.placements)
-    return local(grad)
+def _is_due(num_steps: int, every: int) -> bool:
+    """Whether parameters are compared: behind steps 1, 2, 4, ... of a world, and behind every so many."""
+    is_power_of_two = num_steps & (num_steps - 1) == 0
+    return num_steps % every == 0 or (num_steps < every and is_power_of_two)
 
 
 def _joined(group: Group | None) -> Group:

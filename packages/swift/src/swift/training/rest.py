@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from shared.errors import DataError
-from swift.undo.torch_step import local
+from swift.undo.torch_step import load_plain_values, local, plain_values
 
 __all__ = ["Rest", "Stateful", "pack", "unpack"]
 
@@ -87,9 +87,14 @@ class Rest:
         self._load(_copied(self._kept[version]))
 
     def pack(self) -> Tensor:
-        """Everything as bytes, equal where the values are equal."""
+        """Everything as bytes, equal where the values are equal.
+
+        So is what the optimizer keeps about parameters besides tensors. `keep` leaves it out, as undoing
+        a parameter's step restores it.
+        """
         shared = {name: one for name, one in self.buffers.items() if name in self._shared}
-        return pack(self._state({**self._constants, **shared}))
+        values = plain_values(self._optimizer)
+        return pack({**self._state({**self._constants, **shared}), "values": values})
 
     def load(self, packed: Tensor) -> None:
         """Takes what another rank has packed.
@@ -107,6 +112,7 @@ class Rest:
         with torch.no_grad():
             for name, constant in self._constants.items():
                 constant.copy_(state["buffers"].pop(name))
+        load_plain_values(self._optimizer, state.get("values", {}))
         self._load(state)
 
     def _state(self, buffers: dict[str, Tensor]) -> dict[str, Any]:
@@ -143,7 +149,7 @@ class Rest:
 
 def _copied(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _copied(one) for key, one in value.items()}
+        return _rebuilt(value, {key: _copied(one) for key, one in value.items()})
     if isinstance(value, list | tuple) and type(value) in (list, tuple):
         return type(value)(_copied(one) for one in value)
     return value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
@@ -186,7 +192,18 @@ def _replaced(value: Any, kind: type, replace: Any) -> Any:
     if isinstance(value, kind):
         return replace(value)
     if isinstance(value, dict):
-        return {key: _replaced(one, kind, replace) for key, one in value.items()}
+        items = {key: _replaced(one, kind, replace) for key, one in value.items()}
+        return _rebuilt(value, items)
     if type(value) in (list, tuple):
         return type(value)(_replaced(one, kind, replace) for one in value)
     return value
+
+
+def _rebuilt(value: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
+    """A dictionary of the kind of `value`, as a Counter, with other values."""
+    if type(value) is dict:
+        return items
+    rebuilt = copy.copy(value)
+    for key, item in items.items():
+        rebuilt[key] = item  # a Counter's `update` would add
+    return rebuilt

@@ -155,10 +155,13 @@ class Run:
             loss = step_fn(step)
             if isinstance(loss, float) or (isinstance(loss, torch.Tensor) and loss.numel() == 1):
                 check_loss(float(loss), f"step {step}")
-            trainable.finish(step)
+            difference = trainable.finish(step)
             self._step = step + 1
             self._member.report_step(step + 1)
             self._send_record()
+            if difference is not None:
+                log.warning("rank %d: %s", self.rank, difference)
+                self._member.report_recovery(self._report.add_difference(difference))
         if checkpoint is not None and checkpoint.is_due(until):
             checkpoint.save(group, trainable, until)
             trainable.committed(until)

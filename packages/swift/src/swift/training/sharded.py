@@ -86,7 +86,7 @@ class Sharded(DataParallel):
         Raises:
             ConfigError: ranks cannot be divided into replicas; a parameter that needs gradients is no
                 DTensor over the mesh; the module holds tensors that are no parameters or buffers; or
-                the optimizer cannot undo.
+                the optimizer cannot undo, or steps all parameters at once.
         """
         if shards < 1 or run.world_size % shards:
             raise ConfigError(
@@ -106,6 +106,12 @@ class Sharded(DataParallel):
                 "mode: expected one that can undo, got 'commit': a vote cannot complete the step of a "
                 "shard whose other replicas are lost; use swift.undoable(optimizer, mode='exact')"
             )
+        if optimizer.is_coupled:
+            raise ConfigError(
+                f"optimizer: expected one that steps each parameter by itself, got "
+                f"{type(optimizer.optimizer).__name__}, in which parameters change each other's steps, "
+                f"and of which a rank has shards; use it in swift.DataParallel, or another one here"
+            )
         self.stateful = () if stateful is None else tuple(stateful(optimizer))
         super().__init__(
             module,
@@ -117,23 +123,13 @@ class Sharded(DataParallel):
         )
         self._entries.constants.update(self._find_constants(module, optimizer))
 
-    def backward(self, loss: Tensor, *, update: bool = True) -> None:
-        """Runs the backward pass, averages gradients over all ranks and updates this rank's shards.
-
-        Args:
-            loss: mean over this rank's samples; ranks of a tensor parallel replica have the same.
-            update: see `DataParallel.backward`.
-
-        Raises:
-            CommError: a rank was lost; `run.loop` recovers from it.
-        """
+    def _begin_backward(self) -> None:
         if self._begun is not None:
             # Until all ranks have begun this step, another column may have to take the last one back,
             # and so this one, for which it needs the gradients that this backward pass overwrites.
             self._begun.wait()
             self.optimizer.confirm()
         reach("backward")
-        super().backward(loss, update=update)
 
     # What the training loop calls (`swift.training.trainable`).
 
@@ -169,6 +165,7 @@ class Sharded(DataParallel):
             row = Group.of(range(first, first + self.shards), members_only=True)
             column = range(at, group.world_size, self.shards)
             self._replicas = Group.of(column, members_only=True)
+            self._averager.join(self._replicas)
             is_built_anew = self._is_placed or not self._has_values
             fresh = self._make(row, on_meta=is_built_anew)
         if self._is_placed:
@@ -245,7 +242,7 @@ class Sharded(DataParallel):
         self.optimizer.rebind(optimizer.parameters, states)
         own.constants.update(constants)
         own.rest.rebind(module)
-        self._take_gradients()
+        self._averager.take_gradients(self.optimizer.parameters)
         self._is_placed = True
 
 

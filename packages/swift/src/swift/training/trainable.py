@@ -115,8 +115,12 @@ class Trainable(Protocol):
         """Called before the user's step function: all entries are at version `step`."""
         ...
 
-    def finish(self, step: int) -> None:
+    def finish(self, step: int) -> str | None:
         """Called after the user's step function: raises where not every entry is at `step` + 1.
+
+        Returns:
+            How a step that is repeated differs from what was seen of it before a failure, as a sentence;
+            None where it does not, or nothing was seen.
 
         Raises:
             DataError: the step function has not stepped exactly once.

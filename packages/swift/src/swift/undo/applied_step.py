@@ -1,5 +1,6 @@
 """A step that one parameter has had, and what it takes to undo it."""
 
+from copy import deepcopy
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -44,7 +45,7 @@ class AppliedStep:
         self.first = not any(isinstance(value, Tensor) for value in (state or {}).values())
         # What torch had noted although there was no state yet, so that no trace is left of the step.
         self._noted: dict[str, Any] | None = (
-            dict(state) if self.first and state is not None else None
+            deepcopy(dict(state)) if self.first and state is not None else None
         )
         self.grad: Tensor | None = None if parameter.grad is None else local(parameter.grad)
         self.buffers = buffers

@@ -38,7 +38,7 @@ class Copies:
 
 
 class CopiedStep(AppliedStep):
-    """A step of any optimizer that steps each parameter by itself."""
+    """A step of any optimizer."""
 
     def __init__(
         self,
@@ -54,12 +54,16 @@ class CopiedStep(AppliedStep):
 
     def run(self) -> None:
         """Copy what the step may change, and let torch step."""
+        self.copy()
+        step_only(self.optimizer, self._group, [self.parameter])
+
+    def copy(self) -> None:
+        """Copy what the step may change."""
         state = self.optimizer.state.get(self.parameter, {})
         self._values = {
             name: deepcopy(value) for name, value in state.items() if not isinstance(value, Tensor)
         }
         self.copies.take(state_tensors(self.optimizer, self.parameter))
-        step_only(self.optimizer, self._group, [self.parameter])
 
     def restore(self, grad: Tensor) -> None:
         """See `AppliedStep`."""

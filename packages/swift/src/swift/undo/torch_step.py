@@ -11,7 +11,16 @@ from torch.optim import Optimizer
 
 from shared.errors import ConfigError
 
-__all__ = ["local", "new_state", "numbers", "part_of", "state_tensors", "step_only"]
+__all__ = [
+    "load_plain_values",
+    "local",
+    "new_state",
+    "numbers",
+    "part_of",
+    "plain_values",
+    "state_tensors",
+    "step_only",
+]
 
 Group = dict[str, Any]
 
@@ -112,3 +121,31 @@ def state_tensors(optimizer: Optimizer, parameter: Parameter) -> dict[str, Tenso
         if isinstance(value, Tensor):
             tensors[name] = local(value)
     return tensors
+
+
+def plain_values(optimizer: Optimizer) -> dict[int, dict[str, Any]]:
+    """What the optimizer keeps about parameters besides tensors, by parameter in its order."""
+    values = {
+        index: {
+            name: value
+            for name, value in optimizer.state.get(parameter, {}).items()
+            if not isinstance(value, Tensor)
+        }
+        for index, parameter in enumerate(_list_parameters(optimizer))
+    }
+    return {index: named for index, named in values.items() if named}
+
+
+def load_plain_values(optimizer: Optimizer, values: dict[int, dict[str, Any]]) -> None:
+    """Takes what another optimizer's `plain_values` gave, in place of its own."""
+    for index, parameter in enumerate(_list_parameters(optimizer)):
+        state, given = optimizer.state.get(parameter, {}), values.get(index, {})
+        for name in [name for name, value in state.items() if not isinstance(value, Tensor)]:
+            if name not in given:
+                del state[name]
+        if given:
+            optimizer.state[parameter].update(given)
+
+
+def _list_parameters(optimizer: Optimizer) -> list[Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -2,8 +2,10 @@
 
 import logging
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import wraps
 from itertools import islice
+from types import MethodType
 from typing import Any, Literal, get_args
 
 import torch
@@ -19,6 +21,7 @@ from swift.undo.copied_step import CopiedStep
 from swift.undo.inverses import obstacle
 from swift.undo.inverted_step import InvertedStep, has_inverse
 from swift.undo.torch_step import Group, local, new_state, numbers, state_tensors, step_only
+from swift.undo.trial import find_coupling
 
 __all__ = ["Mode", "Undoable", "undoable"]
 
@@ -37,8 +40,13 @@ def undoable(optimizer: Optimizer, mode: Mode = "exact") -> "Undoable":
     mode: torch's formulas, rounded within a few units in the last place of torch's own forms, which
     differ among themselves as well. Everything else steps by torch's own code, to the bit.
 
+    An optimizer that is not torch's is tried on small parameters first. Where its step of one parameter
+    depends on others, as by a norm of all gradients, all parameters are stepped at once.
+
+    `optimizer.step()` of the torch optimizer does the same as that of what is returned.
+
     Args:
-        optimizer: Any torch optimizer that steps each parameter by itself.
+        optimizer: Any torch optimizer that steps from gradients, with state in its state and groups.
         mode: "exact" restores every bit: SGD, Adam, AdamW, RMSprop and Adagrad by the step's
             inverse and its error in units in the last place, one byte a value; every other
             optimizer, and values of other types than float32 and bfloat16, by copies of what the
@@ -48,8 +56,8 @@ def undoable(optimizer: Optimizer, mode: Mode = "exact") -> "Undoable":
 
     Raises:
         ConfigError: The mode is unknown; the optimizer needs a closure, is differentiable or has
-            hooks on its step; or the mode is "arith" and a group's step has no inverse (the message
-            names the group).
+            hooks on its step, or keeps state that cannot be undone or sent to a peer; or the mode is
+            "arith" and a group's step has no inverse (the message names the group).
     """
     if mode not in get_args(Mode):
         raise ConfigError(f"expected mode 'exact', 'arith' or 'commit', got {mode!r}")
@@ -79,7 +87,10 @@ def undoable(optimizer: Optimizer, mode: Mode = "exact") -> "Undoable":
                 f"expected steps that arithmetic can undo, got group {place} of {name}, where {reason}: "
                 "use mode='exact'"
             )
-    return Undoable(optimizer, mode)
+    coupling = find_coupling(optimizer)
+    if coupling is not None:
+        log.info("%s steps all parameters at once: %s", name, coupling)
+    return Undoable(optimizer, mode, is_coupled=coupling is not None)
 
 
 class Undoable:
@@ -93,10 +104,11 @@ class Undoable:
         mode: "exact", "arith" or "commit".
         marks: Steps applied, by parameter in the optimizer's order. A parameter without gradient
             passes a step unchanged, and its mark counts it.
+        is_coupled: Whether parameters change each other's steps, so that all are stepped at once.
     """
 
-    def __init__(self, optimizer: Optimizer, mode: Mode) -> None:
-        self.optimizer, self.mode = optimizer, mode
+    def __init__(self, optimizer: Optimizer, mode: Mode, *, is_coupled: bool = False) -> None:
+        self.optimizer, self.mode, self.is_coupled = optimizer, mode, is_coupled
         self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.marks = [0] * len(self._parameters)
         depth = _MEMORY if mode == "arith" else 1
@@ -105,6 +117,10 @@ class Undoable:
         # Parameters with state from the start: a checkpoint's, or Adagrad's.
         self._begun = {i for i, p in enumerate(self._parameters) if optimizer.state.get(p)}
         self._told_of_copies = False
+        # Values of groups from before the last step, where that has changed them.
+        self._group_values: list[Group] = []
+        self._take_step: Callable[[], None] = lambda: self.update(range(len(self.marks)))
+        self._take_over(optimizer)
 
     @property
     def parameters(self) -> list[Parameter]:
@@ -121,13 +137,31 @@ class Undoable:
         """Bytes held for undoing, gradients aside: they live until the next step anyway."""
         return sum(buffers.num_bytes for buffers in self._buffers if buffers is not None)
 
-    def zero_grad(self) -> None:
-        """Set every gradient to None; those that undoing needs are kept until `confirm`."""
-        self.optimizer.zero_grad(set_to_none=True)
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Set every gradient to None, or to new zeros; undoing keeps the old ones until `confirm`."""
+        for parameter in self._parameters:
+            is_kept = parameter.grad is None or set_to_none
+            parameter.grad = None if is_kept else torch.zeros_like(parameter.grad)
 
-    def step(self) -> None:
-        """Step all parameters from their gradients and advance all marks; errors as `update`."""
-        self.update(range(len(self.marks)))
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step all parameters from their gradients and advance all marks; errors as `update`.
+
+        Args:
+            closure: Called first, to compute the gradients.
+
+        Returns:
+            The closure's result; None without one.
+        """
+        result = None
+        if closure is not None:
+            with torch.enable_grad():
+                result = closure()
+        self._take_step()
+        return result
+
+    def hand_over_steps(self, take_step: Callable[[], None]) -> None:
+        """Make `step` call a function that averages gradients over ranks, and then `update`."""
+        self._take_step = take_step
 
     @torch.no_grad()
     def update(self, indices: Sequence[int]) -> None:
@@ -137,13 +171,17 @@ class Undoable:
             indices: Places in `parameters`.
 
         Raises:
-            ConfigError: Parameters were added to the optimizer since it was wrapped.
+            ConfigError: Parameters were added to the optimizer since it was wrapped; or it steps all
+                parameters at once, and these are some.
             DataError: In "arith", a gradient has no inverse (it is sparse, or its type is not that
                 of the parameter); nothing is stepped then.
         """
         # Schedulers warn where no step of torch's was seen before theirs.
         optimizer: Any = self.optimizer
         optimizer._opt_called = True
+        if self.is_coupled:
+            self._step_whole(indices)
+            return
         work = list(self._by_group(indices))
         if self.mode == "arith":
             for group, members in work:
@@ -205,23 +243,15 @@ class Undoable:
         """All ranks have the step: let go what undoing it needs; buffers stay for the next."""
         for steps in self._applied:
             steps.clear()
+        self._group_values = []
 
     def state_of(self, index: int) -> dict[str, Tensor]:
         """What a peer needs to continue parameter `index`: "param", then torch's state tensors.
 
-        The tensors are the live ones, without autograd; of a DTensor its local part.
-
-        Raises:
-            ConfigError: The optimizer keeps state that is no tensor.
+        The tensors are the live ones, without autograd; of a DTensor its local part. What is no tensor
+        goes by `swift.undo.torch_step.plain_values`.
         """
-        parameter = self._parameters[index]
-        for name, value in self.optimizer.state.get(parameter, {}).items():
-            if value is not None and not isinstance(value, Tensor):
-                raise ConfigError(
-                    f"expected tensors as state, got {type(value).__name__} {name!r} in "
-                    f"{type(self.optimizer).__name__} for parameter {index}: it cannot be sent to a peer"
-                )
-        return state_tensors(self.optimizer, parameter)
+        return state_tensors(self.optimizer, self._parameters[index])
 
     @torch.no_grad()
     def prepare(self, index: int) -> dict[str, Tensor]:
@@ -275,6 +305,53 @@ class Undoable:
         self._applied[index].clear()
         if steps == 0 and index not in self._begun:
             self.optimizer.state.pop(self._parameters[index], None)
+
+    def _take_over(self, optimizer: Any) -> None:
+        """Makes torch's optimizer step through this one, whoever calls it."""
+
+        # Wrapped, as schedulers note on the method that they have seen it.
+        @wraps(optimizer.step)
+        def step(_: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+            return self.step(closure)
+
+        optimizer.step = MethodType(step, optimizer)
+        # GradScaler leaves unscaling to fused optimizers that have this; ours takes unscaled gradients.
+        optimizer._step_supports_amp_scaling = False
+
+    def _step_whole(self, indices: Sequence[int]) -> None:
+        if len(indices) != len(self.marks):
+            raise ConfigError(
+                f"expected a step of all {len(self.marks)} parameters at once, got one of {len(indices)}: "
+                f"{type(self.optimizer).__name__} cannot step some of them"
+            )
+        steps: list[AppliedStep] = []
+        for group, members in self._by_group(indices):
+            for index in members if self.mode == "exact" else ():
+                steps.append(self._plan_copied(group, index))
+        before = [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
+        type(self.optimizer).step(self.optimizer)
+        self._group_values = [
+            {name: value for name, value in old.items() if group[name] is not value}
+            for old, group in zip(before, self.param_groups, strict=True)
+        ]
+        for step in steps:
+            step.seal(exact=True)
+        reach("mark")
+        self.marks = [mark + 1 for mark in self.marks]
+
+    def _plan_copied(self, group: Group, index: int) -> AppliedStep:
+        parameter, buffers = self._parameters[index], self._buffers[index]
+        for before in self._applied[index]:
+            before.grad = None
+        step: AppliedStep
+        if parameter.grad is None:
+            step = SteppedWithoutGradient(self.optimizer, group, parameter, buffers)
+        else:
+            step = copied = CopiedStep(self.optimizer, group, parameter, buffers)
+            copied.copy()
+        self._buffers[index] = step.buffers
+        self._applied[index].append(step)
+        return step
 
     def _new_state(self, index: int) -> dict[str, Any]:
         group = next(group for group, _ in self._by_group([index]))
@@ -380,6 +457,9 @@ class Undoable:
             step.undo(grad)
             self._applied[index].pop()
             self.marks[index] -= 1
+        for group, values in zip(self.param_groups, self._group_values, strict=False):
+            group.update(values)
+        self._group_values = []
         if self.mode == "arith":
             self._tell_of_zeros([step for _, step, _ in work])
             for index, _, _ in work:
