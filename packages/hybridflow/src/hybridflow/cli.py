@@ -21,11 +21,12 @@ from shared.cli import (
     draw_table,
     run_command,
 )
-from shared.errors import ConfigError
+from shared.errors import ConfigError, DataError
 from shared.training.progress import ScalarWriter, show_progress
 
 if TYPE_CHECKING:
     from hybridflow.mapping import ModelSpec, Workload
+    from hybridflow.training.config import Recipe
     from shared.topology import Cluster
 
 __all__ = ["main"]
@@ -72,12 +73,32 @@ class Train(JsonOption, CheckpointOption):
     """Steps between saved checkpoints."""
 
     def execute(self) -> None:
-        """Trains, with a progress bar on stderr, and prints the final accuracy."""
+        """Trains, with a progress bar on stderr, and prints the final accuracy.
+
+        Raises:
+            DataError: code of the run called `exit`.
+        """
         from hybridflow.training.config import read_recipe
 
         if self.every < 1:
             raise ConfigError(f"every: expected 1 or more, got {self.every}")
         recipe = read_recipe(self.recipe, _pairs(self.set))
+        try:
+            share = self._train(recipe)
+        except SystemExit as error:  # its status may be that of a run that has finished
+            raise DataError(
+                f"training ended before its last step, as code of the run called exit({error.code!r})"
+            ) from error
+        if share is not None or self.json:
+            self.print_result(
+                {"steps": recipe.steps, "greedy_share": share},
+                f"right answers to prompts never trained on: {share:.3f}"
+                if share is not None
+                else "",
+            )
+
+    def _train(self, recipe: Recipe) -> float | None:
+        """Trains; returns the share of right answers, if the task can tell."""
         from hybridflow.training.checkpoints.checkpoint import Checkpoint
         from hybridflow.training.metrics_log import Journal
         from hybridflow.training.runtime import Run, start_workers
@@ -98,14 +119,7 @@ class Train(JsonOption, CheckpointOption):
                 progress.reach(int(told["step"]) + 1, text)
             if journal is not None:
                 journal.close()
-            share = None if run.task is None else run.greedy()
-        if share is not None or self.json:
-            self.print_result(
-                {"steps": recipe.steps, "greedy_share": share},
-                f"right answers to prompts never trained on: {share:.3f}"
-                if share is not None
-                else "",
-            )
+            return None if run.task is None else run.greedy()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,7 @@ from hybridflow.roles.actor import Actor, Generator
 from hybridflow.roles.critic import Critic
 from hybridflow.roles.scoring import Reference
 from hybridflow.rollout.sampling import Sampling
+from hybridflow.tasks.containment import Interruptions
 from hybridflow.workers.batch.batch import Batch
 from hybridflow.workers.future import Future, Joined
 from shared.errors import ConfigError, DataError
@@ -123,9 +124,19 @@ def score_batch(roll: Batch, score: Score, names: Sequence[str] = ("rewards", "s
         names: accepted columns; "rewards" has a number per token, any other one per row.
 
     Raises:
-        DataError: if the score returns none of them, a wrong shape, or a number that is not finite.
+        DataError: if the score returns none of them, a wrong shape, or a number that is not finite,
+            or calls `exit`.
     """
-    found = score(roll)
+    with Interruptions() as interruptions:
+        try:
+            found = score(roll)
+        except SystemExit as error:
+            # Left alone, it would end training with the status of a finished one.
+            interruptions.raise_again()
+            raise DataError(
+                f"expected a reward to return scores, and it called exit({error.code!r}); mark the "
+                "function with @hybridflow.reward, which counts that as an error of one sample"
+            ) from error
     found = found if isinstance(found, Batch) else found.result()
     name = next((name for name in names if name in found), None)
     if name is None or len(found) != len(roll):

@@ -1,7 +1,6 @@
-"""Calls of a function that may hang or crash: with an alarm here, or in worker processes.
+"""Calls of a function that may hang or crash, in worker processes.
 
-An alarm works only in the main thread on Unix, and cannot interrupt code that does not return to
-the interpreter. A worker process that exceeds its limit, or whose caller stopped waiting, is killed
+A worker process that exceeds its limit, or whose caller stopped waiting, is killed
 and replaced. Each worker leads a process group, so that what its function has started is killed with
 it; if calls have a time limit a spare worker stands ready, as starting one takes longer than most
 calls.
@@ -31,11 +30,9 @@ from shared.errors import ConfigError, DataError
 __all__ = [
     "CallLimits",
     "CallWorkers",
-    "OutOfTime",
     "RewardCall",
     "RewardFailure",
     "out_of_time",
-    "time_limit",
 ]
 
 
@@ -53,40 +50,12 @@ class RewardFailure:
     """Why a row has no reward, and what the function raised if it did."""
 
     reason: str
-    cause: Exception | None = None
-
-
-class OutOfTime(BaseException):
-    """Derives from BaseException, so that the function's `except Exception` does not catch it."""
+    cause: BaseException | None = None
 
 
 def out_of_time(limit_s: float | None) -> RewardFailure:
     """The failure of a row whose call took too long."""
     return RewardFailure(f"it took longer than time_limit_s={limit_s}")
-
-
-@contextlib.contextmanager
-def time_limit(limit_s: float | None) -> Iterator[None]:
-    """Raises OutOfTime in the body after `limit_s` seconds; then restores an earlier alarm."""
-    if limit_s is None:
-        yield
-        return
-
-    def ring(*_: Any) -> None:
-        raise OutOfTime
-
-    handler, start = signal.signal(signal.SIGALRM, ring), time.monotonic()
-    left_s, interval_s = signal.setitimer(signal.ITIMER_REAL, limit_s)
-    try:
-        yield
-    finally:
-        try:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-        finally:  # the alarm may fire while it is being stopped
-            signal.signal(signal.SIGALRM, handler)
-            if left_s:
-                left_s = max(1e-6, left_s - (time.monotonic() - start))
-                signal.setitimer(signal.ITIMER_REAL, left_s, interval_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

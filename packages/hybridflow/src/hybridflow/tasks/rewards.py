@@ -2,9 +2,11 @@
 
 A function may fail on a single sample: it raises, hangs, or does not return a number. `on_error`
 decides what follows: fail and name the sample, reward it with 0, or mark its row to be dropped. In
-worker processes a function that hangs or crashes affects nothing else. In this process a time limit
-is an alarm, which works only in the main thread on Unix, and cannot interrupt code that does not
-return to the interpreter; `in_process=False` has neither restriction.
+worker processes a function that hangs or crashes affects nothing else. In this process exits are
+errors of their row and changes of the process are undone (see `hybridflow.tasks.containment`), but a
+crash of the interpreter ends it; a time limit is a signal, which works only in the main thread on Unix,
+and cannot interrupt code that does not return to the interpreter. `in_process=False` has no such
+restriction.
 """
 
 from __future__ import annotations
@@ -20,20 +22,22 @@ import reprlib
 import signal
 import sys
 import threading
+import traceback
+import zlib
 from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
+from hybridflow.tasks.containment import Containment, OutOfTime
 from hybridflow.tasks.reward_calls import (
     CallLimits,
     CallWorkers,
-    OutOfTime,
     RewardCall,
     RewardFailure,
     out_of_time,
-    time_limit,
 )
 from hybridflow.tasks.tokenizers import as_tokenizer
 from hybridflow.workers.batch.batch import Batch
@@ -54,7 +58,8 @@ class RewardOptions:
     Attributes:
         time_limit_s: seconds of one call (a row, or all rows if batched); None: no limit.
         on_error: how a row without a valid reward is treated: "fail", "zero" or "drop".
-        in_process: whether the function runs in this process, or in worker processes.
+        in_process: whether the function runs in this process, or in worker processes, which is the
+            place for code that nobody has read.
         workers: number of processes, each with one row at a time.
         batched: whether the function takes lists of samples and texts, and returns a list.
         per_token: whether it returns a number for each token of the response.
@@ -111,6 +116,7 @@ class Reward:
         self.__qualname__ = getattr(function, "__qualname__", repr(function))
         self.__doc__ = function.__doc__
         self._workers: CallWorkers | None = None
+        self._undone: set[str] = set()
 
     def __repr__(self) -> str:
         return f"Reward({self.__qualname__}, {self.options})"
@@ -143,7 +149,7 @@ class Reward:
         """
         calls, counts = self._calls(roll, tokenizer), roll["mask"].sum(1).tolist()
         found: list[Any] = [None] * len(roll)
-        with contextlib.closing(self._outcomes(calls)) as outcomes:
+        with contextlib.closing(self._outcomes(calls, roll)) as outcomes:
             for call, values in outcomes:
                 for row, outcome in zip(call.rows, values, strict=True):
                     found[row] = outcome
@@ -199,17 +205,24 @@ class Reward:
         return [RewardCall(range(row, row + 1), sample, text) for row, (sample, text) in pairs]
 
     def _outcomes(
-        self, calls: list[RewardCall]
+        self, calls: list[RewardCall], roll: Batch
     ) -> Generator[tuple[RewardCall, list[Any]], None, None]:
         if self.options.in_process:
             if self.options.time_limit_s is not None:
                 self._check_alarm()
-            for call in calls:
-                yield call, self._answers(call, self.options.time_limit_s)
+            with Containment(self._seed(roll["tokens"].cpu().numpy())) as containment:
+                for call in calls:
+                    yield call, self._answers(call, containment, self.options.time_limit_s)
+            if new := set(containment.changed) - self._undone:
+                self._undone |= new
+                log.warning(
+                    "reward %s changed the process, and it was undone: %s",
+                    self.__qualname__, ", ".join(sorted(new)),
+                )  # fmt: skip
             return
         if self._workers is None:
             try:
-                pickled = pickle.dumps(self._answers)
+                pickled = pickle.dumps(self._answers_alone)
             except (pickle.PicklingError, AttributeError, TypeError) as error:
                 raise ConfigError(
                     f"reward {self.__qualname__}: in_process=False needs a function that another "
@@ -229,13 +242,28 @@ class Reward:
             self.close()
             raise
 
-    def _answers(self, call: RewardCall, limit_s: float | None = None) -> list[Any]:
+    def _answers_alone(self, call: RewardCall) -> list[Any]:
+        """`_answers` in a worker process."""
+        samples = call.sample if self.options.batched else [call.sample]
+        tokens = np.concatenate([sample["response_tokens"] for sample in samples])
+        with Containment(self._seed(tokens), may_exit=True) as containment:
+            return self._answers(call, containment)
+
+    def _seed(self, tokens: np.ndarray) -> int:
+        """Of random numbers that the function draws: the same when a run is resumed."""
+        return zlib.crc32(self.__qualname__.encode() + np.ascontiguousarray(tokens).tobytes())
+
+    def _answers(
+        self, call: RewardCall, containment: Containment, limit_s: float | None = None
+    ) -> list[Any]:
         """The result of each row of a call: its numbers, or a failure."""
         options = self.options
         try:
-            with time_limit(limit_s):
+            with containment.call(limit_s):
                 given = self.function(call.sample, call.text)
                 values = list(given) if options.batched or options.per_token else [given]
+                groups = [values] if options.per_token else [[value] for value in values]
+                checked = [_checked(group) for group in groups]
             if options.per_token:
                 expected, each = len(call.sample["response_tokens"]), "token of the response"
             else:
@@ -243,13 +271,12 @@ class Reward:
             if len(values) != expected:
                 reason = f"expected {expected} numbers, one for each {each}, got {len(values)}"
                 return [RewardFailure(reason)] * len(call.rows)
-            return [_checked(values)] if options.per_token else [_checked([one]) for one in values]
+            return checked
         except OutOfTime:
             return [out_of_time(limit_s)] * len(call.rows)
-        except Exception as error:  # noqa: BLE001 - the caller applies the policy to it
-            return [RewardFailure(f"it raised {type(error).__name__}: {error}", error)] * len(
-                call.rows
-            )
+        except BaseException as error:  # noqa: BLE001 - the caller applies the policy to it
+            containment.raise_interruption()
+            return [_describe(error, containment)] * len(call.rows)
 
     def _check_alarm(self) -> None:
         is_main = threading.current_thread() is threading.main_thread()
@@ -291,6 +318,19 @@ def reward(function: Callable[..., Any] | None = None, /, **options: Any) -> Any
         raise ConfigError(f"reward: expected the options {', '.join(known)}, got {unknown[0]!r}")
     chosen = RewardOptions(**options)
     return Reward(function, chosen) if function else functools.partial(Reward, options=chosen)
+
+
+def _describe(error: BaseException, containment: Containment) -> RewardFailure:
+    """The failure of a row whose function raised; exits that it asked for are plain errors."""
+    reason = f"it raised {type(error).__name__}"
+    try:
+        with containment.call():  # the error may have a text that is code too
+            reason = f"{reason}: {error}"
+            lines = "".join(traceback.format_exception(error))
+    except BaseException:  # noqa: BLE001 - the first error is what counts
+        containment.raise_interruption()
+        return RewardFailure(reason)
+    return RewardFailure(reason, error if isinstance(error, Exception) else RuntimeError(lines))
 
 
 def _checked(values: Iterable[Any]) -> list[float] | RewardFailure:

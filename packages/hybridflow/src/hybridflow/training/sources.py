@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from hybridflow.tasks.base import Task
@@ -82,20 +83,15 @@ def find_reward(target: str, key: str) -> Reward:
     place, _, name = target.rpartition(":")
     if not place:
         raise ConfigError(f"{key}: expected 'file.py:function' or a model's folder, got {target!r}")
-    if place.endswith(".py"):
-        spec = importlib.util.spec_from_file_location(Path(place).stem, place)
-        if spec is None or spec.loader is None or not Path(place).is_file():
-            raise ConfigError(f"{key}: there is no file {place}")
-        module = importlib.util.module_from_spec(spec)
-        # So that the file's own imports, and pickles of its functions, work here and in workers.
-        sys.modules[spec.name] = module
-        sys.path.append(str(Path(place).parent.absolute()))
-        spec.loader.exec_module(module)
-    else:
-        try:
-            module = importlib.import_module(place)
-        except ImportError as error:
-            raise ConfigError(f"{key}: {place} cannot be imported: {error}") from error
+    try:
+        module = _import(place, key)
+    except ImportError as error:
+        raise ConfigError(f"{key}: {place} cannot be imported: {error}") from error
+    except SystemExit as error:
+        raise ConfigError(
+            f"{key}: expected {place} to define functions, and it called exit({error.code!r}) when "
+            "it was imported; put what it runs under `if __name__ == '__main__':`"
+        ) from error
     found = getattr(module, name, None)
     if not isinstance(found, Reward):
         raise ConfigError(
@@ -103,3 +99,17 @@ def find_reward(target: str, key: str) -> Reward:
             f"{'none' if found is None else f'a {type(found).__name__}'}"
         )
     return found
+
+
+def _import(place: str, key: str) -> ModuleType:
+    if not place.endswith(".py"):
+        return importlib.import_module(place)
+    spec = importlib.util.spec_from_file_location(Path(place).stem, place)
+    if spec is None or spec.loader is None or not Path(place).is_file():
+        raise ConfigError(f"{key}: there is no file {place}")
+    module = importlib.util.module_from_spec(spec)
+    # So that the file's own imports, and pickles of its functions, work here and in workers.
+    sys.modules[spec.name] = module
+    sys.path.append(str(Path(place).parent.absolute()))
+    spec.loader.exec_module(module)
+    return module
