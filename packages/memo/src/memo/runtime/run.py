@@ -33,6 +33,7 @@ from memo.runtime.moving import open_mover
 from memo.runtime.moving.buffers import Buffers
 from memo.runtime.moving.mover import Cargo, Times
 from memo.runtime.recording.arguments import input_of
+from memo.runtime.recording.fingerprint import fingerprints_of_turn
 from memo.runtime.recording.record import ForwardRecord, LayerRecord
 from memo.runtime.recording.whole import WholeRecord
 from memo.runtime.stores import open_store
@@ -126,6 +127,9 @@ class Run:
         self._in_backward: weakref.ref[ForwardRecord] | None = None
         self._is_closed = self._has_said_caches = False
         self._proofs = Proofs()
+        names = {module: name for name, module in model.named_modules()}
+        self._names = [f"{names[layer]} ({type(layer).__name__})" for layer in found]
+        self._turns = [0] * len(found)
         self.num_restored = 0
         self._changed = [
             (number, layer)
@@ -263,14 +267,26 @@ class Run:
         if kwargs is not given and not self._has_said_caches:
             self._has_said_caches = True
             _log.info("memo: training needs no cache of keys and values; layers are run without it")
-        if plan.mode == "tiles":
-            return TiledRecord(
-                layer, forward, args, kwargs, plan=plan, proofs=self._proofs, fetch=fetch
-            )
         if plan.mode == "whole":
             return WholeRecord(forward, args, kwargs, parameters=memory, fetch=fetch)
+        checks: dict[str, Any] = {
+            "name": self._names[number],
+            "fingerprint": fingerprints_of_turn(self._turns[number], number),
+        }
+        self._turns[number] += 1
+        if plan.mode == "tiles":
+            return TiledRecord(
+                layer, forward, args, kwargs, plan=plan, proofs=self._proofs, fetch=fetch, **checks
+            )
         return LayerRecord(
-            forward, args, kwargs, plan=plan, parameters=memory, cut=self.plan.cut, fetch=fetch
+            forward,
+            args,
+            kwargs,
+            plan=plan,
+            parameters=memory,
+            cut=self.plan.cut,
+            fetch=fetch,
+            **checks,
         )
 
     def _do(self, moves: Sequence[CopyStep], current: Pass) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from memo.runtime.recording.items import Watch
+from memo.runtime.recording.items import Watch, can_watch
 from shared.errors import ConfigError
 
 __all__ = ["Arguments", "Outside", "input_of", "tensors_in"]
@@ -49,8 +49,20 @@ class Arguments:
             ConfigError: there is none.
         """
         self.source = source = input_of(args, kwargs)
-        self.given = args, kwargs
+        # Its own tuples, lists and dictionaries: callers may change theirs.
+        self.given = _replaced((args, kwargs), lambda one: one)
         self._requires_grad = source.requires_grad
+        named = {**{str(position): one for position, one in enumerate(args)}, **kwargs}
+        self._watches = {
+            name: Watch(one)
+            for name, one in named.items()
+            if isinstance(one, Tensor) and one is not source and can_watch(one)
+        }
+
+    @property
+    def changed(self) -> list[str]:
+        """Names of arguments that were written to since."""
+        return [f"argument {name!r}" for name, watch in self._watches.items() if watch.has_changed]
 
     def others(self) -> Iterator[Tensor]:
         """All tensors but the input."""

@@ -12,6 +12,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from memo.planner.layer_plan import ATTENTION
+from memo.runtime.recording.fingerprint import Fingerprint
 from memo.runtime.recording.items import Item
 from shared.errors import ConfigError
 
@@ -27,13 +28,23 @@ __all__ = [
 
 
 class NotRepeatable(ConfigError):
-    """A layer whose forward does something else, or changes something, when it runs again."""
+    """A layer whose forward does something else, or changes something, when it runs again.
 
-    def __init__(self, what: str) -> None:
-        """Says what was seen, and the way out."""
+    Attributes:
+        what: what was seen.
+    """
+
+    def __init__(self, what: str, layer: str = "") -> None:
+        """Says what was seen, and the way out.
+
+        Args:
+            what: goes on after "got one that".
+            layer: its name, where it is known.
+        """
+        self.what = what
         super().__init__(
-            f"expected a layer whose forward may run again, got one that {what}; give it mode 'whole', "
-            "which stores all that it saves, or 'keep'"
+            f"{layer}{': ' if layer else ''}expected a layer whose forward may run again, got one that {what}; give "
+            "it mode 'whole', which stores all that it saves, or 'keep'"
         )
 
 
@@ -77,6 +88,7 @@ class RecordedCall:
         aside: what it saved that stays where it is: on another device, as a GPU's attention saves seeds in RAM, or empty.
         requires_grad: whether its result does.
         rng_after: state of random numbers after it, where it drew some.
+        tail: of a product's rows that are not kept.
     """
 
     first: int
@@ -86,6 +98,7 @@ class RecordedCall:
     requires_grad: bool
     rng_after: Tensor | None = None
     aside: tuple[Tensor, ...] = ()
+    tail: Fingerprint | None = None
 
     @property
     def saves_item(self) -> bool:

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from memo.runtime.recording.dense import Geometry, is_dense
 
-__all__ = ["Item", "Watch", "is_plain"]
+__all__ = ["Item", "Watch", "can_watch", "is_plain"]
 
 
 class Watch:
@@ -111,6 +111,11 @@ class Item:
 def is_plain(tensor: object) -> bool:
     """Whether this is a tensor of torch's own class, in memory that can be copied or is only counted."""
     return type(tensor) in _PLAIN and tensor.layout == torch.strided  # type: ignore[union-attr]
+
+
+def can_watch(tensor: Tensor) -> bool:
+    """Whether changes in place of a tensor can be noticed."""
+    return is_plain(tensor) and not tensor.is_inference()
 
 
 _PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)

@@ -1,15 +1,19 @@
-"""Random numbers and autocast as they were: what is computed again must draw and round alike."""
+"""Random numbers as they were: what is computed again must draw alike."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import random
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-__all__ = ["Autocast", "random_state", "replaying", "set_random_state"]
+__all__ = ["Generators", "random_state", "set_random_state"]
 
 
 def random_state(tensor: Tensor | None) -> Tensor | None:
@@ -29,33 +33,64 @@ def set_random_state(tensor: Tensor, state: Tensor) -> None:
         torch.set_rng_state(state)
 
 
-@contextmanager
-def replaying(tensor: Tensor | None, state: Tensor | None) -> Iterator[None]:
-    """Draws random numbers from a state, and leaves them afterwards as they are now."""
-    if tensor is None or state is None:
-        yield
-        return
-    before = random_state(tensor)
-    set_random_state(tensor, state)
-    try:
-        yield
-    finally:
-        assert before is not None
-        set_random_state(tensor, before)
+class Generators:
+    """The generators that a layer may draw from without naming them: torch's, numpy's and Python's."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        """Notes their states.
+
+        Args:
+            tensor: the layer's input, on whose device it computes.
+        """
+        self._access = {**_GENERATORS}
+        if tensor.is_cuda:
+            device = tensor.device
+            self._access["cuda"] = (
+                partial(torch.cuda.get_rng_state, device),
+                partial(torch.cuda.set_rng_state, device=device),
+            )
+        # Under fake tensors states would be fake.
+        self._states = {} if isinstance(tensor, FakeTensor) else self._read(self._access)
+
+    def keep_drawn(self) -> None:
+        """Forgets the states of generators that have drawn nothing since."""
+        self._states = {name: self._states[name] for name in self.drawn}
+
+    @property
+    def drawn(self) -> list[str]:
+        """Names of the generators that have drawn since."""
+        now = self._read(self._states)
+        return [name for name, state in self._states.items() if not _is_same(state, now[name])]
+
+    @contextmanager
+    def replay(self) -> Iterator[None]:
+        """Draws from the states, and leaves the generators afterwards as they are before."""
+        before = self._read(self._states)
+        try:
+            self._write(self._states)
+            yield
+        finally:
+            self._write(before)
+
+    def _read(self, names: Any) -> dict[str, Any]:
+        return {name: self._access[name][0]() for name in names}
+
+    def _write(self, states: dict[str, Any]) -> None:
+        for name, state in states.items():
+            self._access[name][1](state)
 
 
-class Autocast:
-    """Autocast's settings of a device, to be entered again."""
+_GENERATORS: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
+    "torch": (torch.get_rng_state, torch.set_rng_state),
+    "numpy": (np.random.get_state, np.random.set_state),
+    "python": (random.getstate, random.setstate),
+}
 
-    def __init__(self, device_type: str) -> None:
-        """Notes them as they are now."""
-        self._type = device_type
-        self._is_enabled = torch.is_autocast_enabled(device_type)
-        self._dtype = torch.get_autocast_dtype(device_type)
-        self._has_cache = torch.is_autocast_cache_enabled()
 
-    def enter(self) -> torch.autocast:
-        """A context in which they hold."""
-        return torch.autocast(
-            self._type, dtype=self._dtype, enabled=self._is_enabled, cache_enabled=self._has_cache
-        )
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether two states are the same; numpy's is a tuple with an array in it."""
+    if isinstance(one, Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, tuple) and len(one) > 1 and isinstance(one[1], np.ndarray):
+        return one[2:] == other[2:] and np.array_equal(one[1], other[1])
+    return bool(one == other)

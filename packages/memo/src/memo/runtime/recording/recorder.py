@@ -14,6 +14,7 @@ from memo.planner.layer_plan import ATTENTION, LayerPlan, rows_of
 from memo.runtime.attention import Answer
 from memo.runtime.recording.calls import PRODUCTS, NotRepeatable, RecordedCall, address, find_views
 from memo.runtime.recording.dense import is_dense
+from memo.runtime.recording.fingerprint import Fingerprint
 from memo.runtime.recording.items import Item, is_plain
 from memo.runtime.recording.random_state import random_state
 
@@ -24,7 +25,12 @@ class Recorder:
     """Listens to products and attention of one forward, and counts what autograd saves."""
 
     def __init__(
-        self, plan: LayerPlan, names: Mapping[int, str], cut: int, pack: Callable[[Tensor], object]
+        self,
+        plan: LayerPlan,
+        names: Mapping[int, str],
+        cut: int,
+        pack: Callable[[Tensor], object],
+        fingerprint: Callable[[Tensor], Fingerprint] | None = None,
     ) -> None:
         """Prepares a recording.
 
@@ -33,7 +39,10 @@ class Recorder:
             names: names of the layer's parameters by the address of their memory.
             cut: a product's kept rows are a multiple of it, or all.
             pack: the hook through which autograd saves what `save` counts.
+            fingerprint: makes one of each tensor that is saved; None: none are made.
         """
+        self.fingerprints: list[Fingerprint] = []
+        self._fingerprint = fingerprint
         self.calls: list[RecordedCall] = []
         self._pack = weakref.ref(pack)  # it refers to this
         self.num_saved = 0
@@ -45,6 +54,8 @@ class Recorder:
         """Counts a tensor that autograd saves, and returns its place."""
         if self._depth:
             self._live.append(tensor)
+        if self._fingerprint is not None:
+            self.fingerprints.append(self._fingerprint(tensor))
         self.num_saved += 1
         return self.num_saved - 1
 
@@ -82,7 +93,7 @@ class Recorder:
         if self._depth:  # inside attention, which is answered as a whole
             return function(*args, **kwargs)
         out, first, saved = self._call(lambda: function(*args, **kwargs))
-        views, item = None, None
+        views, item, tail = None, None, None
         rows_at, weight_at = PRODUCTS[function]
         if not kwargs and len(args) > weight_at and all(map(is_plain, (*args[:2], out))):
             rows, weight = args[rows_at], args[weight_at]
@@ -93,7 +104,11 @@ class Recorder:
                 name = self._names.get(address(weight), f"product_{len(self.calls)}")
                 kept = self._rows(name, num_rows)
                 item = Item.of(name, [out], kept, num_rows) if kept else None
-        self.calls.append(RecordedCall(first, self.num_saved, views, item, _requires_grad(out)))  # type: ignore[arg-type]
+                if item is not None and kept < num_rows and self._fingerprint is not None:
+                    tail = self._fingerprint(out.detach().view(num_rows, -1)[kept:])
+        self.calls.append(
+            RecordedCall(first, self.num_saved, views, item, _requires_grad(out), tail=tail)  # type: ignore[arg-type]
+        )
         return out
 
     def _rows(self, name: str, num_rows: int) -> int:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from memo.runtime.attention import Answer
 from memo.runtime.recording.calls import PRODUCTS, NotRepeatable, RecordedCall
+from memo.runtime.recording.fingerprint import Fingerprint
 from memo.runtime.recording.random_state import set_random_state
 
 __all__ = ["Complete", "Replayer"]
@@ -27,22 +28,38 @@ class Replayer:
 
     A call without an item is made again. Where nothing is saved after it, it is not computed: autograd saves
     what a call is given before that, and with the last tensor the forward ends.
+
+    Attributes:
+        saved: what autograd saved so far.
+        differs: whether the last of it is not what the first forward saved.
     """
 
-    def __init__(self, calls: Sequence[RecordedCall], num_saved: int) -> None:
-        """Takes the calls of the first forward, and how many tensors it saved."""
+    def __init__(
+        self, calls: Sequence[RecordedCall], fingerprints: Sequence[Fingerprint], *, is_exact: bool
+    ) -> None:
+        """Prepares the answers.
+
+        Args:
+            calls: of the first forward.
+            fingerprints: of each tensor that it saved.
+            is_exact: whether the same bits are expected, and not only the same up to rounding.
+        """
         self.saved: list[Tensor] = []
-        self._calls, self._num_saved = iter(calls), num_saved
+        self.differs = False
+        self._calls, self._fingerprints = iter(calls), fingerprints
+        self._is_exact = is_exact
         self._depth = 0
 
     def save(self, tensor: Tensor) -> None:
         """Keeps the next tensor that autograd saves.
 
         Raises:
-            Complete: it was the last one.
+            Complete: it was the last one, or it is another one than the first forward saved.
         """
+        fingerprint = self._fingerprints[len(self.saved)]
         self.saved.append(tensor.detach())
-        if len(self.saved) == self._num_saved:
+        self.differs = not fingerprint.matches(tensor, is_exact=self._is_exact)
+        if self.differs or len(self.saved) == len(self._fingerprints):
             raise Complete
 
     def product(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -57,14 +74,28 @@ class Replayer:
         for view in call.views:
             self.save(view.of([args[rows_at], args[weight_at]]))
         with torch.no_grad():
-            (out,) = call.item.tensors
+            # Items of a layer lie in one buffer and share its version. By `data` each result has a version of its
+            # own: else computing these rows would spoil views of earlier results (chunk, split, unbind).
+            out = call.item.tensors[0].data
             rows = call.item.rows
             if rows < call.item.num_rows:
                 width = args[rows_at].shape[-1]
                 tail = list(args)
                 tail[rows_at] = args[rows_at].reshape(-1, width)[rows:]
-                out.view(-1, out.shape[-1])[rows:] = function(*tail)
+                computed = function(*tail)
+                self._compare_tail(call.tail, computed)
+                out.view(-1, out.shape[-1])[rows:] = computed
         return out.detach().requires_grad_(call.requires_grad)
+
+    def _compare_tail(self, tail: Fingerprint | None, computed: Tensor) -> None:
+        """Expects the same only up to rounding from here on, where a product of fewer rows rounds otherwise."""
+        assert tail is not None
+        if self._is_exact and not tail.matches(computed, is_exact=True):
+            self._is_exact = False
+        if not self._is_exact and not tail.matches(computed, is_exact=False):
+            self.saved.append(computed)
+            self.differs = True
+            raise Complete
 
     def attend(
         self, call: Callable[[], Answer], query: Tensor, key: Tensor, value: Tensor

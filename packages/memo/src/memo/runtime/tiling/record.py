@@ -22,9 +22,10 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from memo.planner.layer_plan import INPUT, LayerPlan
 from memo.runtime.recording.calls import address
+from memo.runtime.recording.fingerprint import Fingerprint
 from memo.runtime.recording.items import Item
-from memo.runtime.recording.random_state import Autocast, random_state
-from memo.runtime.recording.record import refuse_differentiation
+from memo.runtime.recording.layer_state import LayerState
+from memo.runtime.recording.record import other_values, refuse_differentiation
 from memo.runtime.tiling.arguments import TileArguments
 from memo.runtime.tiling.kept_attention import Heads, KeptAttention
 from memo.runtime.tiling.row_locality import Proofs
@@ -53,6 +54,8 @@ class TiledRecord:
         plan: LayerPlan,
         proofs: Proofs,
         fetch: Callable[[TiledRecord], None],
+        name: str = "",
+        fingerprint: Callable[[Tensor], Fingerprint] = Fingerprint,
     ) -> None:
         """Prepares one forward.
 
@@ -64,6 +67,8 @@ class TiledRecord:
             plan: what is kept of it, and how many rows a tile has.
             proofs: what is known of such layers.
             fetch: brings items back that were stored.
+            name: of the layer, for errors.
+            fingerprint: makes what results of tiles are compared by when they are computed again.
 
         Raises:
             ConfigError: the layer's input has no tokens, another argument needs gradients, or the layer is
@@ -84,7 +89,9 @@ class TiledRecord:
         self._attention: KeptAttention | None = None
         batch, self._num_tokens = found[0].shape[:2]
         self._tile_tokens = max(1, plan.tile_rows // batch)
-        self._autocast = Autocast(found[0].device.type)
+        self._name = name or type(layer).__name__
+        self._fingerprint, self._fingerprints = fingerprint, dict[tuple[str, int], Fingerprint]()
+        self._state = LayerState(layer, found[0])
 
     def run(self) -> Any:
         """Runs the layer's forward; its result needs gradients as the layer's does."""
@@ -111,9 +118,9 @@ class TiledRecord:
 
     def forward(self, source: Tensor) -> Tensor:
         """The layer's result, and items."""
-        before = random_state(source)
-        heads, attention = self._heads(source)
+        heads, attention = self._heads(source, self._remember)
         answer = self._attend(heads, attention)
+        self._remember("attention", 0, answer)
         del heads, attention
         out: Tensor | None = None
         for start, stop in self._tiles():
@@ -121,12 +128,13 @@ class TiledRecord:
             rows, self._rest = self._parts.after(tile, answer[:, start:stop])
             if out is None:
                 out = rows.new_empty(rows.shape[0], self._num_tokens, *rows.shape[2:])
+            self._remember("result", start, rows)
             out[:, start:stop] = rows
-        after = random_state(source)
-        if before is not None and after is not None and not torch.equal(before, after):
+        if self._state.drawn:
             raise refuse(
                 self._layer, "draws random numbers (dropout), which tiles would draw otherwise"
             )
+        self._state.finish()
         kept = [] if self._attention is None else [self._attention.item]
         self.items = [Item.of(INPUT, [source]), *kept]
         assert out is not None
@@ -141,7 +149,13 @@ class TiledRecord:
             source: the layer's input.
             grad_out: gradient of the result.
         """
-        with _leaves(self._layer) as leaves, self._autocast.enter():
+        return self._state.run(lambda: self._backward(source, grad_out))
+
+    @torch.no_grad()
+    def _backward(
+        self, source: Tensor, grad_out: Tensor
+    ) -> tuple[Tensor | None, list[Tensor | None]]:
+        with _leaves(self._layer) as leaves:
             answer, backward = self._again(source)
             grad_source = torch.zeros_like(source) if source.requires_grad else None
             grad_answer = self._backward_after(source, answer, grad_out, grad_source)
@@ -150,12 +164,30 @@ class TiledRecord:
             self._backward_before(source, grad_heads, grad_source)
         return grad_source, [leaf.grad for leaf in leaves]
 
+    def _remember(self, part: str, start: int, tensor: Tensor) -> None:
+        """Notes what a part gives from a row on."""
+        self._fingerprints[part, start] = self._fingerprint(tensor)
+
+    def _compare(self, part: str, start: int, tensor: Tensor) -> None:
+        """Refuses what differs from what a part gave at first."""
+        if not self._fingerprints[part, start].matches(tensor, is_exact=False):
+            raise other_values(
+                self._name, f"{part} of tokens from {start:,} on", self._state.suspects()
+            )
+
     def _tiles(self) -> Iterator[tuple[int, int]]:
         for start in range(0, self._num_tokens, self._tile_tokens):
             yield start, min(start + self._tile_tokens, self._num_tokens)
 
-    def _heads(self, source: Tensor) -> tuple[Heads, AttentionCall]:
-        """Whole queries, keys and values, and the attention that is called with them."""
+    def _heads(
+        self, source: Tensor, check: Callable[[str, int, Tensor], None]
+    ) -> tuple[Heads, AttentionCall]:
+        """Whole queries, keys and values, and the attention that is called with them.
+
+        Args:
+            source: the layer's input.
+            check: is given each tile of these, with its part's name and first token.
+        """
         whole: list[Tensor] = []
         attention: AttentionCall | None = None
         for start, stop in self._tiles():
@@ -163,7 +195,8 @@ class TiledRecord:
             heads, attention = self._parts.before(tile)
             if not whole:
                 whole = [_empty_heads(one, self._num_tokens) for one in heads]
-            for one, rows in zip(whole, heads, strict=True):
+            for name, one, rows in zip(_HEADS, whole, heads, strict=True):
+                check(name, start, rows)
                 one[:, :, start:stop] = rows
         assert attention is not None
         return tuple(whole), attention  # type: ignore[return-value]
@@ -183,16 +216,17 @@ class TiledRecord:
 
             def backward_kept(grad: Tensor) -> Heads:
                 with torch.no_grad():
-                    heads, _ = self._heads(source)
+                    heads, _ = self._heads(source, self._compare)
                 return kept.backward(heads, grad)
 
             return kept.item.tensors[0], backward_kept
         with torch.no_grad():
-            heads, attention = self._heads(source)
+            heads, attention = self._heads(source, self._compare)
         for one in heads:
             one.requires_grad_()
         with torch.enable_grad():
             answer, _ = attention(*heads)
+        self._compare("attention", 0, answer)
 
         def backward(grad: Tensor) -> Heads:
             # Not only to the heads: attention may have parameters.
@@ -215,6 +249,7 @@ class TiledRecord:
             answered = _leaf(answer[:, start:stop], True)
             with torch.enable_grad():
                 out, _ = self._parts.after(self._arguments.tile(rows, start), answered)
+            self._compare("result", start, out)
             torch.autograd.backward(out, grad_out[:, start:stop])
             grad_answer[:, start:stop] = 0 if answered.grad is None else answered.grad
             if grad_source is not None and rows.grad is not None:
@@ -236,6 +271,9 @@ class TiledRecord:
                 torch.autograd.backward(*map(list, zip(*pairs, strict=True)))  # type: ignore[arg-type]
             if grad_source is not None and rows.grad is not None:
                 grad_source[:, start:stop] += rows.grad
+
+
+_HEADS = ("query", "key", "value")
 
 
 class _Tiled(torch.autograd.Function):

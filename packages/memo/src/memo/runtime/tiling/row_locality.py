@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from memo.runtime.recording.random_state import random_state
+from memo.runtime.recording.layer_state import LayerState
 from memo.runtime.tiling.arguments import TileArguments
 from memo.runtime.tiling.split_layer import SplitLayer, refuse
 from shared.errors import ConfigError
@@ -41,8 +41,9 @@ class Proofs:
         """
         key = _kind(parts.layer)
         if key not in self._unread:
+            state = LayerState(parts.layer, source)
             with torch.no_grad(), _untouched(parts.layer):
-                self._unread[key] = _prove(parts, arguments, source)
+                self._unread[key] = state.run(lambda: _prove(parts, arguments, source, state))
         parts.unread = self._unread[key]
 
     def assume(self, layer: nn.Module, unread: frozenset[int]) -> None:
@@ -59,12 +60,14 @@ def _kind(layer: nn.Module) -> tuple[object, ...]:
     return *((name, type(one)) for name, one in layer.named_modules()), layer.training
 
 
-def _prove(parts: SplitLayer, arguments: TileArguments, source: Tensor) -> frozenset[int]:
+@torch.no_grad()
+def _prove(
+    parts: SplitLayer, arguments: TileArguments, source: Tensor, state: LayerState
+) -> frozenset[int]:
     """Compares a slice with its rows of more; returns the products before attention that only it reads."""
     layer, num_tokens = parts.layer, min(source.shape[1], _PROBE_TOKENS)
     start = num_tokens // 3
     stop = max(2 * start, start + 1)
-    before_random = random_state(source)
     rows = source[:, :num_tokens].detach()
     part = rows[:, start:stop]
 
@@ -89,8 +92,10 @@ def _prove(parts: SplitLayer, arguments: TileArguments, source: Tensor) -> froze
         raise
     except (RuntimeError, ValueError, IndexError, TypeError) as error:
         raise refuse(layer, f"fails on some of its rows ({error})") from error
-    if before_random is not None and not torch.equal(before_random, random_state(source)):  # type: ignore[arg-type]
+    if state.drawn:
         raise refuse(layer, "draws random numbers (dropout), which tiles would draw otherwise")
+    if state.changed:
+        raise refuse(layer, f"changes {state.changed[0]} while it runs, of which tiles see a part")
     for whole, piece in zip(*pairs, strict=True):
         if not _is_close(whole, piece):
             raise refuse(
