@@ -64,6 +64,10 @@ def test_no_events_are_events():
     ("changes", "message"),
     [
         ({"dst": [1]}, "expected one dst for each src, got 1 for 2"),
+        (
+            {"dst": np.array([1, 2**63 + 5], np.uint64)},
+            r"dst of event 1: expected less than 2\^63, got 9223372036854775813; number the nodes",
+        ),
         ({"t": [1, 2, 3]}, "expected one t for each src, got 3 for 2"),
         ({"eid": [1]}, "expected one eid for each src"),
         ({"features": [[1.0]]}, "expected one features for each src"),

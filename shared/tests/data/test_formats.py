@@ -94,6 +94,45 @@ def test_an_edge_list_in_jodies_form(tmp_path):
     assert events.label == "tgbl-wiki"
 
 
+TGB = {
+    "tgbl-flight_edgelist_v2.csv": "timestamp,src,dst,callsign\n1546300800,0,1,AA1\n",
+    "tgbl-coin_edgelist_v2.csv": "time,src,dst,weight\n1546300800,0,1,5.5\n",
+    "tgbl-comment_edgelist.csv": "ts,src,dst,subreddit,num_words,score\n1546300800,0,1,1,5,3\n",
+    "tgbl-review_edgelist_v3.csv": "ts,source,target,weight\n1546300800,0,1,4.0\n",
+    "tgbn-trade_edgelist.csv": "year,nation,trading nation,weight\n1546300800,0,1,4.0\n",
+    "thgl-software_edgelist.csv": "timestamp,head,tail,relation_type\n1546300800,0,1,4\n",
+    "quoted_edgelist.csv": '"ts","src","dst"\n1546300800,0,1\n',
+    "blank_edgelist.csv": "ts, src, dst\n1546300800, 0, 1\n",
+    "bom_edgelist.csv": "\ufeffsrc,dst,ts\n0,1,1546300800\n",
+}
+
+
+@pytest.mark.parametrize("name", TGB)
+def test_edge_lists_are_read_as_the_benchmark_ships_them(tmp_path, name):
+    (tmp_path / name).write_text(TGB[name])
+    (tmp_path / name.replace("_edgelist", "_static_edgelist")).write_text("head,tail\n0,1\n")
+    (tmp_path / "tgb_node_labels.csv").write_text("a\n1\n")
+    events = read_events(tmp_path)
+    assert (events.src.tolist(), events.dst.tolist()) == ([0], [1])
+    assert events.t.tolist() == [1546300800]
+    assert events.label == name.partition("_edge")[0]
+
+
+def test_two_versions_of_one_edge_list_are_refused(tmp_path):
+    for name in ("x_edgelist.csv", "x_edgelist_v2.csv"):
+        (tmp_path / name).write_text("t,u,v\n7000,1,2\n")
+    with pytest.raises(DataError, match=r"expected one <name>_edgelist.csv, .*; move the other"):
+        read_events(tmp_path)
+
+
+@pytest.mark.parametrize("item", ["genre", "subreddit", "token_address", "item_id"])
+def test_items_are_other_nodes_than_users_of_the_same_number(tmp_path, item):
+    (tmp_path / "x_edgelist.csv").write_text(f"ts,user_id,{item}\n1,5,5\n2,5,6\n")
+    events = read_events(tmp_path)
+    assert (events.src.tolist(), events.dst.tolist()) == ([0, 0], [1, 2])
+    assert events.nodes.ids.tolist() == ["5", "5", "6"]
+
+
 def test_an_edge_list_of_names_and_dates(tmp_path, caplog):
     # The form of tgbl-flight.
     (tmp_path / "tgbl-flight_edgelist.csv").write_text(
@@ -155,6 +194,21 @@ def test_columns_of_a_file_may_have_other_names(tmp_path):
     assert events.nodes.ids[events.src].tolist() == ["abe", "zoe"]
     with pytest.raises(DataError, match=r"clicks.csv: expected columns .* --src COLUMN"):
         read_events(path)
+
+
+def test_blanks_and_points_make_no_second_node(tmp_path):
+    path = tmp_path / "x.csv"
+    for text in ("1, 2, 100\n2,\t3 ,200\n3,1,300\n", "1,2,100\n2.0,3,200\n3,1.0,300\n"):
+        path.write_text(f"src, dst, t\n{text}")
+        events = read_events(path, dst=" dst", t="t")
+        assert events.src.tolist() == [1, 2, 3]
+        assert events.dst.tolist() == [2, 3, 1]
+
+
+def test_fields_beyond_the_header_are_refused_with_file_and_line(tmp_path):
+    (tmp_path / "x.csv").write_text("src,dst,t\n1,2,100\n2,3,200,9\n")
+    with pytest.raises(DataError, match=r"x.csv, line 3: expected 3 fields"):
+        read_events(tmp_path / "x.csv")
 
 
 def test_a_type_of_a_column_is_that_of_all_its_rows(tmp_path):

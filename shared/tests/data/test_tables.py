@@ -58,6 +58,13 @@ def test_whole_numbers_may_be_floats():
             "t of row 1: expected numbers or dates .*, got 'soon'",
         ),
         ({"t": ["2024-05-01", None, "x"]}, "t of row 1: expected a time, got none"),
+        ({"t": ["2024-05-01", "now", "x"]}, "t of row 1: expected numbers or dates .*, got 'now'"),
+        ({"t": ["2024-05-01", 5, "2024-05-01"]}, "t of row 1: expected numbers or dates .*, got 5"),
+        ({"t": ["2024-05-01", "01/05/2024", "x"]}, "t of row 1: expected .* got '01/05/2024'"),
+        ({"src": [2.0**54, 1, 2]}, "src: expected whole numbers up to 2.53, .* 18014398509481984"),
+        ({"src": [b"a", b"b", b"c"]}, "src of row 0: expected a text, got b'a'; decode it"),
+        ({"src": ["a", 1.5, 2]}, "src: expected whole numbers"),
+        ({"eid": [2**63, 1, 2]}, "eid: expected whole numbers below 2.63, got 9223372036854775808"),
         ({"t": [True, False, True]}, "t: expected numbers or dates, got bool"),
         ({"t": pandas.to_datetime(["2013-01-01", None, None])}, "t of row 1: expected a time"),
         ({"w": [1, 2, float("inf")]}, "w of row 2: expected a finite number .* inf; .* --features"),
@@ -116,6 +123,28 @@ def test_ids_far_above_the_number_of_rows_are_numbered_and_told(caplog):
     assert tables.from_table(table(src=[10**12, 5, 10**12])).num_nodes == 4
 
 
+@pytest.mark.parametrize(
+    "values",
+    [
+        np.array([2**63 + 5, 7, 8], np.uint64),
+        pandas.Series([2**63 + 5, 7.0, "8"], dtype=object),
+        pandas.Series([str(2**63 + 5), "7", "8"]),
+        pandas.Series([str(2**63 + 5), "7", "8"], dtype="string[pyarrow]"),
+        pandas.Series([str(2**63 + 5), "7", "8"]).astype("category"),
+    ],
+)
+def test_ids_of_any_type_are_one_node_where_they_are_one_number(values):
+    if isinstance(values, pandas.Series) and "pyarrow" in str(values.dtype):
+        pytest.importorskip("pyarrow")
+    events = tables.from_table(table(src=values, dst=[7.0, 8.0, 7.0]))
+    assert events.nodes.ids.tolist() == ["9223372036854775813", "7", "8"]
+
+
+def test_categories_that_are_numbers_are_read_as_these():
+    floats = pandas.Series([3.0, 1.0, 2.0]).astype("category")
+    assert tables.from_table(table(src=floats)).src.tolist() == [3, 1, 2]
+
+
 def test_ends_of_two_kinds_with_equal_ids_are_two_nodes():
     events = tables.from_table(table(src=[5, 6, 5], dst=[5, 5, 7]), is_bipartite=True)
     assert events.src.tolist() == [0, 1, 0]
@@ -130,6 +159,44 @@ def test_dates_may_have_zones_and_parts_of_a_second():
     assert tables.from_table(table(t=["2013-01-01", "2013-01-02", "2013-01-03"])).t.tolist() == [
         1_356_998_400 + 86_400 * day for day in range(3)
     ]
+
+
+FAR = ["2024-05-01T09:00:00", "2999-12-31T00:00:00", "9999-12-31T23:59:59"]
+FAR_S = [1_714_554_000, 32_503_593_600, 253_402_300_799]
+
+
+@pytest.mark.parametrize("unit", ["s", "ms", "us"])
+@pytest.mark.parametrize("zone", [None, "UTC", "America/New_York"])
+def test_dates_after_2262_are_seconds_as_others(unit, zone):
+    dates = pandas.Series(np.array(FAR, f"datetime64[{unit}]"))
+    if zone is not None:
+        dates = dates.dt.tz_localize("UTC").dt.tz_convert(zone)
+    assert tables.from_table(table(t=dates)).t.tolist() == FAR_S
+    assert tables.from_table(table(t=[date.isoformat() for date in dates])).t.tolist() == FAR_S
+
+
+@pytest.mark.parametrize("date", ["1600-01-01", "0001-01-01", "-0044-03-15", "1969-12-31"])
+def test_dates_before_1970_are_refused(date):
+    for dates in ([date, *FAR[:2]], np.array([date, *FAR[:2]], "datetime64[us]")):
+        with pytest.raises(
+            DataError, match="t of event 0: expected a finite time of at least 0, got -"
+        ):
+            tables.from_table(table(t=dates))
+
+
+def test_parts_of_a_second_of_any_unit_stay():
+    for unit, part in (("ms", "5"), ("us", "5"), ("ns", "5")):
+        dates = np.array([f"2013-01-01T00:00:0{n}.{part}" for n in range(3)], f"datetime64[{unit}]")
+        assert tables.from_table(table(t=dates)).t.tolist() == [
+            1_356_998_400.5 + second for second in range(3)
+        ]
+
+
+def test_names_may_have_blanks_around_them():
+    frame = table().rename(columns={"dst": " dst", "w": "w "})
+    events = tables.from_table(frame, src="src ", features=("w",))
+    assert events.dst.tolist() == [4, 5, 6]
+    assert events.features.tolist() == [[0.5], [1.5], [2.5]]
 
 
 def test_units_are_of_numbers_only():

@@ -32,6 +32,9 @@ class Partition(JsonOption):
         seed: seed of the generator and of the cut.
         cluster_rows: rows per cluster that METIS places together within a part, to fit a core's
             cache; 0: rows in order of their ids.
+        add_reverse_edges: add the reverse of each edge of your file. By default only for folders
+            named ogbn_products and ogbn_proteins, as OGB does.
+        ignore_edge_data: read a graph whose edges have weights or features, without these.
     """
 
     graph: Annotated[str, tyro.conf.Positional]
@@ -41,6 +44,8 @@ class Partition(JsonOption):
     num_nodes: int = 100_000
     seed: int = 0
     cluster_rows: int = 2048
+    add_reverse_edges: bool | None = None
+    ignore_edge_data: bool = False
 
     def execute(self) -> None:
         """Writes the parts and prints what the cut costs."""
@@ -54,7 +59,11 @@ class Partition(JsonOption):
         elif self.graph == "flights":
             graph = generated.flights(seed=self.seed)
         else:
-            graph = generated.read(Path(self.graph))
+            graph = generated.read(
+                Path(self.graph),
+                add_reverse_edges=self.add_reverse_edges,
+                ignore_edge_data=self.ignore_edge_data,
+            )
         report = partition(
             graph,
             self.parts,

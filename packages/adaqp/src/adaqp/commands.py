@@ -109,12 +109,15 @@ def train(
     if history is None:
         return None
     last = history.evaluated_at[-1]
-    scores = ", ".join(f"{split} {score[-1]:.4f}" for split, score in history.accuracy.items())
+    accuracy = {split: scores[-1] for split, scores in history.accuracy.items()}
+    scores = ", ".join(
+        f"{split} {'has no nodes' if score is None else f'{score:.4f}'}"
+        for split, score in accuracy.items()
+    )
     seconds = history.seconds_by_phase()
     phases = ", ".join(f"{p} {s:.1f} s" for p, s in seconds.items())
     if history_file is not None:
         write_atomically(history_file, json.dumps(history.to_json()))
-    accuracy = {split: score[-1] for split, score in history.accuracy.items()}
     record = {"epoch": last, "accuracy": accuracy, "seconds": seconds}
     return record, f"epoch {last}: {scores}\nrank 0: {phases}"
 
@@ -175,8 +178,9 @@ def _write_epoch(scalars: ScalarWriter, history: History) -> None:
 
 
 def _write_accuracy(scalars: ScalarWriter, history: History) -> None:
-    found = {f"accuracy/{split}": values[-1] for split, values in history.accuracy.items()}
-    scalars.write(history.evaluated_at[-1], found)
+    newest = {split: values[-1] for split, values in history.accuracy.items()}
+    scores = {f"accuracy/{split}": score for split, score in newest.items() if score is not None}
+    scalars.write(history.evaluated_at[-1], scores)
 
 
 def _describe_epoch(history: History) -> str:

@@ -2,12 +2,14 @@
 
 import gzip
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from adaqp.graphs.generated import read, sbm
+from adaqp.graphs.graph import from_edge_index, from_pyg
 from shared.errors import DataError
 
 MASKS = ("train_mask", "val_mask", "test_mask")
@@ -125,6 +127,153 @@ def test_ogb_folder(tmp_path, graph):
     (tmp_path / "raw/node-label.csv.gz").unlink()
     with pytest.raises(DataError, match=r"node-label.csv.gz: missing; expected an OGB"):
         read(tmp_path)
+
+
+def write_ogb(folder, edges, **files):
+    """A folder of four nodes, each in a split, as OGB unpacks it."""
+    rows = {
+        "raw/edge": edges, "raw/node-feat": "1\n2\n3\n4\n", "raw/node-label": '0\n1\n""\n0\n',
+        "split/time/train": "0\n", "split/time/valid": "1\n", "split/time/test": "3\n",
+    }  # fmt: skip
+    for name, text in (rows | files).items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / f"{name}.csv.gz").write_bytes(gzip.compress(text.encode()))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "edges", "option", "pairs", "message"),
+    [
+        ("ogbn_products", "0,1\n1,2\n", None, [(0, 1), (1, 0), (1, 2), (2, 1)], "as OGB does"),
+        ("ogbn-proteins", "2,2\n", None, [(2, 2), (2, 2)], "no reverse edges added"),
+        ("ogbn_products_pyg", "0,1\n", None, [(0, 1), (1, 0)], "2 edges from 1"),
+        ("ogbn_products", "0,1\n1,0\n", None, [(0, 1), (1, 0)], "no reverse edges added"),
+        ("ogbn_products", "0,1\n", False, [(0, 1)], ""),
+        ("ogbn_arxiv", "0,1\n", None, [(0, 1)], ""),
+        ("mine", "0,1\n", None, [(0, 1)], "directed, as in the file"),
+        ("mine", "0,1\n", True, [(0, 1), (1, 0)], "reverse edges added"),
+    ],
+)
+def test_reverse_edges_are_added_as_ogb_adds_them(
+    tmp_path, caplog, name, edges, option, pairs, message
+):
+    graph = read(write_ogb(tmp_path / name, edges), add_reverse_edges=option)
+    if name != "ogbn-proteins":  # a lone self loop is its own reverse
+        assert list(zip(graph.src.tolist(), graph.dst.tolist(), strict=True)) == pairs
+    assert (message in caplog.text) if message else not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"raw/edge-feat": "0.5\n"}, "edge-feat.csv.gz: expected edges without .*ignore_edge_data"),
+        (
+            {"raw/num-node-list": "5\n"},
+            "num-node-list.csv.gz: expected 4, as there are rows, got 5",
+        ),
+        ({"raw/num-edge-list": "2\n"}, "num-edge-list.csv.gz: expected 1"),
+        ({"raw/node-feat": "1\n2\nx\n4\n"}, "node-feat.csv.gz: expected numbers in each field"),
+        ({"raw/node-feat": "1,1\n2,2\n3\n4,4\n"}, "node-feat.csv.gz, line 3: expected 2 fields"),
+        ({"raw/edge": "0,\n"}, "edge.csv.gz: expected whole numbers without gaps"),
+        ({"split/time/test": "4\n"}, "test.csv.gz: expected nodes from 0 to 3, got 4 to 4"),
+        ({"split/time/test": "-1\n"}, "test.csv.gz: expected nodes from 0 to 3, got -1"),
+    ],
+)
+def test_ogb_folders_refuse(tmp_path, files, message):
+    with pytest.raises(DataError, match=message):
+        read(write_ogb(tmp_path / "ogbn_arxiv", "0,1\n", **files))
+
+
+def test_a_line_without_a_label_is_a_node_without_one(tmp_path):
+    folder = write_ogb(tmp_path / "ogbn_arxiv", "0,1\n", **{"raw/node-label": "0\n1\n\n0\n"})
+    assert read(folder).label.tolist() == [0, 1, -1, 0]
+
+
+def test_tables_take_reverse_edges_empty_labels_and_blanks(tmp_path):
+    (tmp_path / "nodes.csv").write_text("id,label,split,a\na,0,train ,1\nb,, ,2\n c,1,val,3,\n")
+    (tmp_path / "edges.csv").write_text("src,dst\na, b\nb,c\n")
+    graph = read(tmp_path, add_reverse_edges=True)
+    assert graph.src.tolist() == [0, 1, 1, 2]
+    assert graph.dst.tolist() == [1, 0, 2, 1]
+    assert graph.label.tolist() == [0, -1, 1]
+    assert graph.train_mask.tolist() == [True, False, False]
+
+
+@pytest.mark.parametrize("column", ["weight", "since"])
+def test_edge_columns_are_refused_or_left_out_on_request(tmp_path, column):
+    (tmp_path / "nodes.csv").write_text("label,split,a\n0,train,1\n1,val,2\n")
+    (tmp_path / "edges.csv").write_text(f"src,dst,{column}\n0,1,0.5\n")
+    with pytest.raises(
+        DataError, match=f"edges: expected edges without weights .* got {column}; take"
+    ):
+        read(tmp_path)
+    assert read(tmp_path, ignore_edge_data=True).num_edges == 1
+    (tmp_path / "edges.csv").write_text(f"src,dst,{column}\n0,1,1\n")
+    assert read(tmp_path).num_edges == 1  # all alike, as without weights
+
+
+def test_an_edge_with_one_field_more_is_refused(tmp_path):
+    (tmp_path / "nodes.csv").write_text("label,split,a\n0,train,1\n1,val,2\n0,test,3\n")
+    (tmp_path / "edges.csv").write_text("src,dst\n0,1,2\n1,2,0\n")
+    with pytest.raises(DataError, match=r"edges.csv, line 2: expected 2 fields"):
+        read(tmp_path)
+
+
+def test_arrays_and_dgl_graphs_with_weights_are_refused(tmp_path, graph):
+    np.savez(tmp_path / "g.npz", edge_weight=np.ones(graph.num_edges), **arrays(graph))
+    with pytest.raises(
+        DataError, match=r"g.npz: expected edges without weights .* got edge_weight"
+    ):
+        read(tmp_path / "g.npz")
+    assert read(tmp_path / "g.npz", ignore_edge_data=True).num_edges == graph.num_edges
+    dgl = pytest.importorskip("dgl")
+    saved = dgl.graph((graph.src, graph.dst), num_nodes=40)
+    saved.ndata.update({name: getattr(graph, name) for name in ("feat", "label", *MASKS)})
+    saved.edata["_ID"] = torch.arange(graph.num_edges)
+    saved.edata["norm"] = torch.ones(graph.num_edges, 1)
+    dgl.save_graphs(str(tmp_path / "g.bin"), [saved])
+    assert read(tmp_path / "g.bin").num_edges == graph.num_edges
+    saved.edata["w"] = torch.rand(graph.num_edges)
+    dgl.save_graphs(str(tmp_path / "g.bin"), [saved])
+    with pytest.raises(DataError, match=r"graph.edata: expected edges without weights .* got w;"):
+        read(tmp_path / "g.bin")
+    assert read(tmp_path / "g.bin", ignore_edge_data=True).num_edges == graph.num_edges
+
+
+class PygData(SimpleNamespace):
+    """A stand-in, as importing PyG takes seconds."""
+
+    num_nodes = 40
+
+
+def pyg_data(graph, **changes):
+    fields = {"edge_index": torch.stack([graph.src, graph.dst]), "x": graph.feat, "y": graph.label}
+    masks = {name: getattr(graph, name) for name in MASKS}
+    return PygData(**(fields | masks | changes))
+
+
+@pytest.mark.parametrize("name", ["edge_weight", "edge_attr", "edge_type"])
+def test_pyg_data_with_edge_weights_is_refused(graph, name):
+    data = pyg_data(graph, **{name: torch.rand(graph.num_edges)})
+    with pytest.raises(DataError, match=f"data: expected edges without weights .* got {name};"):
+        from_pyg(data)
+    assert from_pyg(data, ignore_edge_data=True).fingerprint() == graph.fingerprint()
+    assert from_pyg(pyg_data(graph, **{name: torch.ones(graph.num_edges, 1)})).num_edges
+
+
+def test_rows_of_pairs_are_refused_as_an_edge_index(graph):
+    data = pyg_data(graph, edge_index=torch.stack([graph.src, graph.dst], 1))
+    with pytest.raises(
+        DataError, match=rf"shape \[2, num_edges\], got \[{graph.num_edges}, 2\]; edge"
+    ):
+        from_pyg(data)
+
+
+def test_numbers_that_int64_lacks_are_refused_by_value():
+    ends = np.array([0, 2**63 + 5], np.uint64)
+    mask = [True, False]
+    with pytest.raises(DataError, match=r"src: expected less than 2\^63, got 9223372036854775813"):
+        from_edge_index(ends, [0, 1], 2, [[1.0], [2.0]], [0, 1], mask, mask, mask)
 
 
 def test_parquet_names_what_to_install(tmp_path, monkeypatch):

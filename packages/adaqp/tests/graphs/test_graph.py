@@ -96,6 +96,15 @@ def test_one_row_taken_from_a_strided_tensor_has_the_fingerprint_of_its_values()
     assert strided.fingerprint() == from_edge_index([0], [0], 1, *args).fingerprint()
 
 
+def test_class_numbers_far_apart_are_refused():
+    label = torch.tensor([0, 1_000_000, 2_000_000, 0, 0])
+    with pytest.raises(
+        DataError, match=r"label: expected class numbers .* 3 different ones up to 2000000"
+    ):
+        Graph(**parts_of_graph(label=label))
+    assert Graph(**parts_of_graph(label=torch.tensor([0, 900, 3, -1, -1]))).num_classes == 901
+
+
 def test_a_graph_without_edges_is_symmetric():
     assert from_edge_index([], [], 1, [[0.5]], [0], [1], [0], [0]).is_symmetric
 

@@ -195,9 +195,15 @@ def _whole(name: str, values: Any) -> Tensor:
         return tensor.to(torch.int64)
     if tensor.is_floating_point() or tensor.dtype == torch.bool:
         raise DataError(f"{name}: expected whole numbers, got {tensor.dtype}")
+    is_unsigned = tensor.dtype == torch.uint64
     tensor = tensor.to(torch.int64)
     if (tensor < 0).any():
         row = int((tensor < 0).nonzero()[0])
+        if is_unsigned:
+            raise DataError(
+                f"{name} of event {row}: expected less than 2^63, got {int(tensor[row]) + 2**64}; "
+                "number the nodes from 0, as pandas.factorize does"
+            )
         raise DataError(f"{name} of event {row}: expected 0 or more, got {int(tensor[row])}")
     return tensor
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -15,11 +16,70 @@ from shared.errors import DataError
 from shared.files import write_atomically
 
 if TYPE_CHECKING:
-    from pandas import Series
+    from pandas import DataFrame, Series
 
-__all__ = ["NodeIds", "Side"]
+__all__ = ["NodeIds", "Side", "parse_ids"]
 
 Side = Literal["src", "dst"]
+
+_PLAIN = re.compile("0|-?[1-9][0-9]{0,17}")  # all of them are in int64's range
+_WHOLE = re.compile(r"(-?(?:0|[1-9][0-9]*))(?:\.0*)?")
+
+
+def parse_ids(columns: DataFrame) -> DataFrame:
+    """Converts each column of texts to int64 if all of it are whole numbers; drops blanks.
+
+    Args:
+        columns: texts, and gaps.
+
+    Returns:
+        Columns of int64, or of texts without blanks around them. Whole numbers lose a decimal point
+        if there is nothing else in any column; those of more than 18 digits are texts.
+
+    Raises:
+        DataError: among other texts a number is written in two ways, as 1 and 1.0.
+    """
+    import pandas
+
+    rows, texts = {}, {}
+    for name in columns:
+        rows[name], distinct = pandas.factorize(columns[name].to_numpy())
+        texts[name] = [text.strip() for text in distinct]
+    pool = set().union(*texts.values()) - {""}
+    if not all(map(_PLAIN.fullmatch, pool)):
+        numbers = {text: _write_number(text) for text in pool}
+        if all(numbers.values()):
+            texts = {name: [numbers.get(text) for text in own] for name, own in texts.items()}
+        else:
+            _refuse_spellings(numbers)
+    parsed = {}
+    for name, own in texts.items():
+        if own and (rows[name] >= 0).all() and all(text and _PLAIN.fullmatch(text) for text in own):
+            values = np.array(own, object).astype(np.int64)
+        else:
+            # Row -1 is a gap's, and takes the last.
+            values = np.array([text or np.nan for text in own] + [np.nan], object)
+        parsed[name] = values[rows[name]]
+    return pandas.DataFrame(parsed, index=columns.index)
+
+
+def _write_number(text: str) -> str | None:
+    """A whole number without its decimal point, None for other texts."""
+    match = _WHOLE.fullmatch(text)
+    return match and match[1].replace("-0", "0")
+
+
+def _refuse_spellings(numbers: dict[str, str | None]) -> None:
+    spellings: dict[str, str] = {}
+    for text in sorted(numbers):
+        if (number := numbers[text]) is None:
+            continue
+        if number in spellings:
+            raise DataError(
+                f"ids: expected one spelling of each number, got {spellings[number]!r} and {text!r} among "
+                "texts; write it the same everywhere"
+            )
+        spellings[number] = text
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,7 +153,10 @@ class NodeIds:
             OSError: the file cannot be written.
         """
         text = io.StringIO()
-        rows = csv.writer(text, lineterminator="\n")
+        # A writer of lines that end in a line feed leaves carriage returns without quotes.
+        is_quoted = any("\r" in name for name in self.ids)
+        quoting = csv.QUOTE_ALL if is_quoted else csv.QUOTE_MINIMAL
+        rows = csv.writer(text, lineterminator="\n", quoting=quoting)
         if self.num_sources is None:
             rows.writerow(["node", "id"])
             rows.writerows(enumerate(self.ids))

@@ -216,7 +216,7 @@ class PredictOptions(JsonOption):
         )
         table = read_frame(self.data, ids=(columns.src, columns.dst))
         try:
-            columns.check(table)
+            columns = columns.match(table)
             # Dates have no unit, whatever the run's own times had.
             is_number = table[columns.t].dtype.kind in "iuf"
             unit = self.time_unit or (columns.time_unit if is_number else None)

@@ -85,12 +85,24 @@ class Columns:
                 f"time_unit: expected one of {', '.join(TIME_UNITS)}, got {self.time_unit!r}"
             )
 
-    def check(self, table: DataFrame) -> None:
-        """Refuses a table that lacks a column.
+    def match(self, table: DataFrame) -> Columns:
+        """The same columns, with blanks around their names where the table has them so.
 
         Raises:
-            DataError: it says what there is, and which option names it.
+            DataError: the table lacks a column; it says what there is, and which option names it.
         """
+        there = {str(name).strip(): name for name in table.columns}
+
+        def find(name: str) -> str:
+            return name if name in table else there.get(name.strip(), name)
+
+        names = {key: find(getattr(self, key)) for key in ("src", "dst", "t")}
+        eid = None if self.eid is None else find(self.eid)
+        columns = replace(self, **names, eid=eid, features=tuple(map(find, self.features)))
+        columns._check(table)
+        return columns
+
+    def _check(self, table: DataFrame) -> None:
         missing = [name for name in ("src", "dst", "t") if getattr(self, name) not in table]
         if missing:
             there = [str(name) for name in table.columns]
@@ -127,8 +139,7 @@ def from_table(
         ConfigError: names contradict each other.
         DataError: a column is missing, has gaps, or is of another type.
     """
-    columns = replace(columns or Columns(), **changes)
-    columns.check(table)
+    columns = replace(columns or Columns(), **changes).match(table)
     src, dst, nodes = _number_ends(table, columns, label)
     ids = [] if columns.eid is None or columns.eid not in table else [columns.eid]
     eid = whole_numbers(table[ids[0]], ids[0]) if ids else np.arange(len(table))
@@ -147,10 +158,14 @@ def read_ids(column: Series) -> Series:
         DataError: an id is missing, negative, or neither a text nor a whole number.
     """
     _refuse_gaps(column, "an id")
-    if column.dtype.kind == "O" and len(column):
-        return column
+    if (categories := getattr(column.dtype, "categories", None)) is not None:
+        column = column.astype(categories.dtype)
+    if column.dtype.kind in "OU" and len(column):
+        return _read_texts(column)
     if column.dtype.kind not in "iuf" and len(column):
         raise DataError(f"{column.name}: expected whole numbers or texts, got {column.dtype}")
+    if column.dtype.kind == "u" and column.max() > np.iinfo(np.int64).max:
+        return column.astype(str)
     numbers = whole_numbers(column, str(column.name))
     if (numbers < 0).any():
         row = int(np.flatnonzero(numbers < 0)[0])
@@ -202,14 +217,40 @@ def whole_numbers(column: Series, name: str) -> np.ndarray:
     """A column as int64.
 
     Raises:
-        DataError: it has gaps, or other values.
+        DataError: it has gaps, other values, or numbers that int64 or their type does not hold.
     """
     # A column without rows has no type that says anything.
     if len(column) and column.dtype.kind not in "iu":
         values = column.to_numpy() if column.dtype.kind == "f" else None
         if values is None or not np.array_equal(values, np.floor(values)):
             raise DataError(f"{name}: expected whole numbers without gaps, got {column.dtype}")
+        if np.abs(values).max() > 2**53:
+            raise DataError(
+                f"{name}: expected whole numbers up to 2^53, beyond which {column.dtype} rounds them, "
+                f"got {values[np.abs(values).argmax()]:.0f}; write them as int64 or texts"
+            )
+    if column.dtype.kind == "u" and len(column) and column.max() > np.iinfo(np.int64).max:
+        raise DataError(
+            f"{name}: expected whole numbers below 2^63, got {column.max()}; write them as texts"
+        )
     return column.to_numpy(np.int64, copy=True)
+
+
+def _read_texts(column: Series) -> Series:
+    """Texts, and objects as texts; whole numbers that are floats lose their decimal point."""
+    from pandas.api.types import infer_dtype
+
+    if infer_dtype(column) == "string":
+        return column
+    values = column.to_numpy(object, copy=True)
+    is_float = np.array([isinstance(value, float) for value in values])
+    values[is_float] = whole_numbers(column[is_float].astype(float), str(column.name))
+    for row, value in enumerate(values):
+        if isinstance(value, bytes):
+            raise DataError(
+                f"{column.name} of row {row}: expected a text, got {value!r}; decode it"
+            )
+    return type(column)(values, name=column.name)
 
 
 def _guess(meaning: str, there: list[str]) -> str:
@@ -292,7 +333,7 @@ def _dates(column: Series, name: str) -> Series:
         raise DataError(f"{name}: expected numbers or dates, got {column.dtype}")
     import pandas
 
-    dates = pandas.to_datetime(column, format="ISO8601", utc=True, errors="coerce")
+    dates = pandas.to_datetime(column.map(_clean_date), format="ISO8601", utc=True, errors="coerce")
     if dates.isna().any():
         row = int(np.flatnonzero(dates.isna())[0])
         raise DataError(
@@ -300,6 +341,14 @@ def _dates(column: Series, name: str) -> Series:
             f"{column.iloc[row]!r}; rewrite the column, with pandas.to_datetime for instance"
         )
     return dates
+
+
+def _clean_date(date: Any) -> Any:
+    if not isinstance(date, str):
+        # pandas reads numbers among texts as years.
+        return None if isinstance(date, (bool, int, float)) else date
+    # pandas reads "now" and "today" as the moment of reading.
+    return None if date[:1].isalpha() else date.strip()
 
 
 def _refuse_gaps(column: Series, wanted: str) -> None:
@@ -313,6 +362,8 @@ def _refuse_gaps(column: Series, wanted: str) -> None:
 def _seconds(column: Series) -> np.ndarray:
     zone = getattr(column.dt, "tz", None)
     moments = column if zone is None else column.dt.tz_convert("UTC").dt.tz_localize(None)
-    moments = moments.to_numpy().astype("datetime64[ns]").astype(np.int64)
-    seconds, rest = np.divmod(moments, 10**9)
-    return seconds + rest / 1e9 if rest.any() else seconds
+    dates = moments.to_numpy()
+    # In the unit of the column: nanoseconds end in the year 2262.
+    unit, count = np.datetime_data(dates.dtype)
+    seconds, rest = np.divmod(dates.astype(np.int64) * count, TIME_UNITS[unit])
+    return seconds + rest / TIME_UNITS[unit] if rest.any() else seconds

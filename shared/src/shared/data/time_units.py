@@ -13,8 +13,9 @@ __all__ = ["TIME_UNITS", "check_seconds", "describe_dates", "guess_unit", "to_se
 
 # How many make a second.
 TIME_UNITS = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
-# Seconds since 1970 pass it in the year 5138, milliseconds have since 1973.
-_LARGEST_S = 1e11
+# Seconds since 1970 pass it after the year 9999, which stands for "for ever"; milliseconds have
+# since 1978.
+_LARGEST_S = 253_402_300_799
 # Before March 1973: times count from somewhere else.
 _OLDEST_DATE_S = 1e8
 
@@ -50,7 +51,7 @@ def check_seconds(events: Events) -> None:
             _describe(oldest / TIME_UNITS[guess], newest / TIME_UNITS[guess]) or "no dates either"
         )
         raise DataError(
-            f"times: expected seconds, got up to {newest}, beyond the year 5000; as {guess} they "
+            f"times: expected seconds, got up to {newest}, beyond the year 9999; as {guess} they "
             f"are {dates}; give --time-unit {guess}, or another of {', '.join(TIME_UNITS)}"
         )
 
@@ -61,7 +62,7 @@ def describe_dates(events: Events) -> str | None:
 
 
 def guess_unit(newest: float) -> str | None:
-    """The unit that makes a time a date before the year 5139; None if seconds do.
+    """The unit that makes a time a date before the year 10000; None if seconds do.
 
     Args:
         newest: the largest time of a stream.

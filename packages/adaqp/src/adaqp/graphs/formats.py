@@ -13,20 +13,28 @@ from zipfile import BadZipFile
 import numpy as np
 import torch
 
-from adaqp.graphs.graph import MASKS, Graph, from_dgl, from_edge_index, from_pyg
+from adaqp.graphs import graph as graphs
+from adaqp.graphs.graph import MASKS, Graph, check_edge_data, from_dgl, from_edge_index, from_pyg
+from adaqp.graphs.ogb import read_ogb
 from shared.data.frames import read_frame
+from shared.data.tables import whole_numbers
 from shared.errors import DataError
 from shared.files import check_exists, check_not_empty
 
 if TYPE_CHECKING:
-    from pandas import DataFrame
+    from pandas import DataFrame, Series
 
 __all__ = ["read"]
 
 TABLES = (".parquet", ".csv", ".csv.gz")
 
 
-def read(path: str | os.PathLike[str]) -> Graph:
+def read(
+    path: str | os.PathLike[str],
+    *,
+    add_reverse_edges: bool | None = None,
+    ignore_edge_data: bool = False,
+) -> Graph:
     """Reads a graph for node classification, in the format given by the path's suffix.
 
     Args:
@@ -35,30 +43,41 @@ def read(path: str | os.PathLike[str]) -> Graph:
             `*.bin`: the first graph of `dgl.save_graphs`, with feat, label and masks in ndata;
             `*.npz`: arrays src, dst, feat, label, train_mask, val_mask, test_mask;
             a folder with tables `edges` (columns src, dst) and `nodes`, as .parquet, .csv or
-            .csv.gz: nodes has label, split (train, val, test or empty), optionally id (otherwise
-            the row number is the id), and any number of numeric feature columns;
+            .csv.gz: nodes has label (empty: none), split (train, val, test or empty), optionally id
+            (otherwise the row number is the id), and any number of numeric feature columns;
             an OGB node-property folder (raw/ and split/ below it), its first split.
+        add_reverse_edges: whether to add the reverse of each edge. None: only for folders named as
+            the OGB sets to which OGB adds them (ogbn-products, ogbn-proteins), which is logged.
+        ignore_edge_data: read a graph whose edges have weights or features, without these; such a
+            graph is refused otherwise, as no layer here uses them.
 
     Returns:
-        The checked graph; edges as they are in the file, no reverse edges added.
+        The checked graph.
 
     Raises:
         DataError: no such path, an unknown format, a missing library, or unusable content.
     """
     path = Path(path)
     check_exists(path, "a file or folder")
+    if (path / "raw").is_dir():
+        return read_ogb(path, reverse=add_reverse_edges, ignore_edge_data=ignore_edge_data)
+    graph = _read_file(path, ignore_edge_data)
+    return graphs.add_reverse_edges(graph) if add_reverse_edges else graph
+
+
+def _read_file(path: Path, ignore_edge_data: bool) -> Graph:
     if path.is_dir():
-        return _read_ogb(path) if (path / "raw").is_dir() else _read_tables(path)
+        return _read_tables(path, ignore_edge_data)
     readers = {".pt": _read_pyg, ".bin": _read_dgl, ".npz": _read_npz}
     if path.suffix not in readers:
         raise DataError(
             f"{path}: expected {', '.join(readers)} or a folder of tables, got {path.suffix!r}"
         )
     check_not_empty(path, "a graph")
-    return readers[path.suffix](path)
+    return readers[path.suffix](path, ignore_edge_data)
 
 
-def _read_pyg(path: Path) -> Graph:
+def _read_pyg(path: Path, ignore_edge_data: bool) -> Graph:
     try:
         from torch_geometric.data import Data
         from torch_geometric.data.data import DataEdgeAttr, DataTensorAttr
@@ -76,22 +95,22 @@ def _read_pyg(path: Path) -> Graph:
         ) from error
     if not isinstance(data, Data):
         raise DataError(f"{path}: expected a PyG Data, got {type(data).__name__}; save dataset[0]")
-    return from_pyg(data)
+    return from_pyg(data, ignore_edge_data=ignore_edge_data)
 
 
-def _read_dgl(path: Path) -> Graph:
+def _read_dgl(path: Path, ignore_edge_data: bool) -> Graph:
     try:
         import dgl
     except ImportError as error:
         raise DataError(f"{path}: needs DGL; run: pip install 'dgl==1.1.3'") from error
     try:
-        graphs, _ = dgl.load_graphs(str(path), [0])
+        loaded, _ = dgl.load_graphs(str(path), [0])
     except dgl.DGLError as error:
         raise DataError(f"{path}: expected a file of dgl.save_graphs, got {error}") from error
-    return from_dgl(graphs[0])
+    return from_dgl(loaded[0], ignore_edge_data=ignore_edge_data)
 
 
-def _read_npz(path: Path) -> Graph:
+def _read_npz(path: Path, ignore_edge_data: bool) -> Graph:
     names = ("src", "dst", "feat", "label", *MASKS)
     try:
         with np.load(path, allow_pickle=False) as arrays:
@@ -100,6 +119,11 @@ def _read_npz(path: Path) -> Graph:
                 raise DataError(
                     f"{path}: expected arrays {', '.join(names)}, missing {', '.join(missing)}"
                 )
+            check_edge_data(
+                [name for name in arrays if "weight" in name or name.startswith("edge")],
+                str(path),
+                ignore_edge_data,
+            )
             src, dst, feat, *others = (arrays[name] for name in names)
     except (OSError, ValueError, BadZipFile) as error:
         if isinstance(error, DataError):
@@ -108,7 +132,7 @@ def _read_npz(path: Path) -> Graph:
     return from_edge_index(src, dst, len(feat), feat, *others)
 
 
-def _read_tables(folder: Path) -> Graph:
+def _read_tables(folder: Path, ignore_edge_data: bool) -> Graph:
     edges, nodes = _table(folder, "edges", ("src", "dst")), _table(folder, "nodes", ("id",))
     for name, table, needed in (
         ("edges", edges, ("src", "dst")),
@@ -119,10 +143,14 @@ def _read_tables(folder: Path) -> Graph:
                 raise DataError(
                     f"{folder}/{name}: expected a column {column!r}, got {list(table.columns)}"
                 )
+    others = [
+        str(name) for name in edges.columns.difference(["src", "dst"]) if not _is_one(edges[name])
+    ]
+    check_edge_data(others, f"{folder}/edges", ignore_edge_data)
     src, dst = edges["src"], edges["dst"]
     if "id" in nodes:
         if nodes["id"].duplicated().any():
-            twice = nodes["id"][nodes["id"].duplicated()].iloc[0]
+            twice = nodes["id"][nodes["id"].duplicated()].tolist()[0]
             raise DataError(f"{folder}/nodes: expected each id once, {twice!r} stands there twice")
         columns = [nodes["id"], src, dst]
         if any(column.dtype.kind == "O" for column in columns):
@@ -134,11 +162,11 @@ def _read_tables(folder: Path) -> Graph:
             if end.isna().any():
                 edge = int(np.flatnonzero(end.isna())[0])
                 raise DataError(
-                    f"{folder}/edges: {name} of row {edge} is {edges[name].iloc[edge]!r}, "
+                    f"{folder}/edges: {name} of row {edge} is {edges[name].tolist()[edge]!r}, "
                     "which is no id in nodes"
                 )
         src, dst = ends["src"].astype("int64"), ends["dst"].astype("int64")
-    split = nodes["split"].fillna("")
+    split = nodes["split"].fillna("").astype(str).str.strip()
     unknown = set(split) - {"train", "val", "test", ""}
     if unknown:
         raise DataError(
@@ -148,12 +176,17 @@ def _read_tables(folder: Path) -> Graph:
     wrong = [name for name, kind in feat.dtypes.items() if kind.kind not in "biuf"]
     if wrong:
         raise DataError(f"{folder}/nodes: features must be numbers, {wrong[0]!r} is not")
+    label = nodes["label"]
+    if label.dtype.kind == "f":
+        # A column of whole numbers with gaps is one of floats.
+        label = label.fillna(-1)
+        label = type(label)(whole_numbers(label, f"{folder}/nodes: label"))
     return from_edge_index(
         src.to_numpy(copy=True),
         dst.to_numpy(copy=True),
         len(nodes),
         feat.to_numpy(dtype=np.float32, copy=True),
-        nodes["label"].to_numpy(copy=True),
+        label.to_numpy(copy=True),
         *(split.eq(name).to_numpy(copy=True) for name in ("train", "val", "test")),
         ids=nodes["id"].tolist() if "id" in nodes else None,
     )
@@ -170,24 +203,5 @@ def _table(folder: Path, name: str, ids: tuple[str, ...]) -> "DataFrame":
     )
 
 
-def _read_ogb(folder: Path) -> Graph:
-    raw, splits = folder / "raw", folder / "split"
-    chosen = sorted(path for path in splits.glob("*") if path.is_dir())
-    if not chosen:
-        raise DataError(f"{folder}: expected OGB's split/<name>/, there is none")
-
-    def values(file: Path, kind: str) -> np.ndarray:
-        if not file.exists():
-            raise DataError(f"{file}: missing; expected an OGB node-property folder")
-        return read_frame(file, header=None).to_numpy(dtype=kind)
-
-    feat = values(raw / "node-feat.csv.gz", "float32")
-    label = values(raw / "node-label.csv.gz", "float32")
-    edges = values(raw / "edge.csv.gz", "int64")
-    masks = np.zeros((3, len(feat)), dtype=bool)
-    for mask, name in zip(masks, ("train", "valid", "test"), strict=True):
-        mask[values(chosen[0] / f"{name}.csv.gz", "int64")[:, 0]] = True
-    if label.shape[1] == 1:
-        # OGB leaves nodes without a label empty.
-        label = np.nan_to_num(label[:, 0], nan=-1).astype(np.int64)
-    return from_edge_index(edges[:, 0].copy(), edges[:, 1].copy(), len(feat), feat, label, *masks)
+def _is_one(column: "Series") -> bool:
+    return column.dtype.kind in "biuf" and bool((column == 1).all()) and len(column) > 0

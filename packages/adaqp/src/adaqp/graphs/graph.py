@@ -7,7 +7,7 @@ which must not be in any of the three masks.
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,15 @@ from torch import Tensor
 
 from shared.errors import DataError
 
-__all__ = ["ArrayLike", "Graph", "from_dgl", "from_edge_index", "from_pyg"]
+__all__ = [
+    "ArrayLike",
+    "Graph",
+    "add_reverse_edges",
+    "check_edge_data",
+    "from_dgl",
+    "from_edge_index",
+    "from_pyg",
+]
 
 ArrayLike = Tensor | np.ndarray | Sequence[Any]
 
@@ -135,6 +143,14 @@ class Graph:
                 f"node {node} is in a mask, but its label is {self.label[node].tolist()}; "
                 "give it a label or take it out of the masks"
             )
+        if self.label.dim() == 1 and self.num_classes > 1000:
+            num_used = len(self.label.unique())
+            if self.num_classes > 10 * num_used + 1000:
+                raise DataError(
+                    f"label: expected class numbers close to 0, got {num_used} different ones up to "
+                    f"{self.num_classes - 1}, for each of which a model has an output; number the classes "
+                    "from 0, as pandas.factorize does"
+                )
 
     def _check_length(self, name: str, value: Tensor) -> None:
         if len(value) != self.num_nodes:
@@ -247,11 +263,18 @@ def from_dgl(
     train_mask: str = "train_mask",
     val_mask: str = "val_mask",
     test_mask: str = "test_mask",
+    ignore_edge_data: bool = False,
 ) -> Graph:
     """Converts a homogeneous DGL graph; the names are keys of its `ndata`.
 
+    Args:
+        graph: the DGL graph.
+        feat, label, train_mask, val_mask, test_mask: keys of `ndata`.
+        ignore_edge_data: convert a graph with weights or features in `edata`, without these.
+
     Raises:
-        DataError: a key is missing, the graph is heterogeneous, or its content is unusable.
+        DataError: a key is missing, the graph is heterogeneous, it has edge data, or its content is
+            unusable.
     """
     if not graph.is_homogeneous:
         raise DataError(
@@ -264,19 +287,22 @@ def from_dgl(
             raise DataError(
                 f"graph.ndata: expected key {key!r}, got {sorted(graph.ndata)}; name it by keyword"
             )
+    weights = [key for key, value in graph.edata.items() if key[0] != "_" and not _is_one(value)]
+    check_edge_data(weights, "graph.edata", ignore_edge_data)
     src, dst = graph.edges(order="eid")
     return from_edge_index(src, dst, graph.num_nodes(), *(graph.ndata[key] for key in keys))
 
 
-def from_pyg(data: Any, *, split: int = 0) -> Graph:
+def from_pyg(data: Any, *, split: int = 0, ignore_edge_data: bool = False) -> Graph:
     """Converts a `torch_geometric.data.Data` with edge_index, x, y and the three masks.
 
     Args:
         data: the PyG object; y may be [nodes], [nodes, 1] or multilabel [nodes, classes].
         split: column to use where masks are [nodes, splits].
+        ignore_edge_data: convert a graph with edge_weight or edge_attr, without these.
 
     Raises:
-        DataError: a field is missing or its content is unusable.
+        DataError: a field is missing, there is edge data, or the content is unusable.
     """
     for key in ("edge_index", "x", "y", *MASKS):
         if getattr(data, key, None) is None:
@@ -288,8 +314,48 @@ def from_pyg(data: Any, *, split: int = 0) -> Graph:
         if mask.dim() == 2 and not 0 <= split < mask.shape[1]:
             raise DataError(f"split: expected 0 to {mask.shape[1] - 1}, got {split}")
         masks.append(mask[:, split] if mask.dim() == 2 else mask)
-    src, dst = data.edge_index
+    edge_index = data.edge_index
+    if edge_index.dim() != 2 or len(edge_index) != 2:
+        raise DataError(
+            f"data.edge_index: expected shape [2, num_edges], got {list(edge_index.shape)}; "
+            "edge_index.t() turns rows of pairs around"
+        )
+    weights = [
+        key
+        for key in ("edge_weight", "edge_attr", "edge_type")
+        if getattr(data, key, None) is not None and not _is_one(getattr(data, key))
+    ]
+    check_edge_data(weights, "data", ignore_edge_data)
+    src, dst = edge_index
     return from_edge_index(src, dst, int(data.num_nodes), data.x, label, *masks)
+
+
+def add_reverse_edges(graph: Graph) -> Graph:
+    """Returns the graph with the reverse of each edge behind it, self loops included, as OGB does."""
+    both = torch.stack([graph.src, graph.dst], 1), torch.stack([graph.dst, graph.src], 1)
+    return replace(graph, src=both[0].flatten(), dst=both[1].flatten())
+
+
+def check_edge_data(names: Sequence[str], where: str, is_ignored: bool) -> None:
+    """Refuses weights and features of edges, unless the user knows that they are left out.
+
+    Args:
+        names: what edges have, other than weights that are all 1.
+        where: what has them, for the error.
+        is_ignored: the user asked to leave them out.
+
+    Raises:
+        DataError: there are some.
+    """
+    if names and not is_ignored:
+        raise DataError(
+            f"{where}: expected edges without weights or features, which no layer here uses, got "
+            f"{', '.join(names)}; take them out, or give ignore_edge_data=True (--ignore-edge-data)"
+        )
+
+
+def _is_one(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.numel() > 0 and bool((value == 1).all())
 
 
 def _tensor(name: str, value: ArrayLike) -> Tensor:
@@ -302,6 +368,11 @@ def _tensor(name: str, value: ArrayLike) -> Tensor:
 def _integers(name: str, value: Tensor) -> Tensor:
     if value.is_floating_point() and value.numel():
         raise DataError(f"{name}: expected integers, got {value.dtype} {tuple(value.shape)}")
+    if value.dtype == torch.uint64 and bool((value.long() < 0).any()):
+        largest = int(value.long()[value.long() < 0].max()) + 2**64
+        raise DataError(
+            f"{name}: expected less than 2^63, got {largest}; number from 0, as pandas.factorize does"
+        )
     return value.long()
 
 

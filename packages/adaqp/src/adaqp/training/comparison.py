@@ -36,7 +36,8 @@ class Timing:
         assign_s: seconds of one assignment after the timed epochs, with known link costs; 0 for
             policies without assignments.
         loss: mean loss over all training nodes, one value per epoch.
-        accuracy: accuracy by split after the last epoch, with exact messages.
+        accuracy: accuracy by split after the last epoch, with exact messages; None of a split
+            without nodes.
     """
 
     policy: PolicyConfig
@@ -46,7 +47,7 @@ class Timing:
     bits: dict[str, dict[int, float]]
     assign_s: float
     loss: list[float]
-    accuracy: dict[str, float]
+    accuracy: dict[str, float | None]
 
     @property
     def median_s(self) -> float:

@@ -7,6 +7,7 @@ averages, random state) and the history, so a resumed run has the same losses as
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from math import isnan, nan
 from pathlib import Path
 from typing import Any
 
@@ -42,14 +43,14 @@ class History:
             without probing the links; a late message counts in the epoch in which it left.
         seconds: seconds by phase (compute, quantise, wait, reduce, assign, compile), one value per epoch.
         accuracy: accuracy by split (train, val, test), or micro F1 on multilabel graphs; one value
-            per evaluation.
+            per evaluation, None of a split without nodes.
         evaluated_at: number of epochs trained before each evaluation.
     """
 
     loss: list[float] = field(default_factory=list)
     bytes: list[int] = field(default_factory=list)
     seconds: dict[str, list[float]] = field(default_factory=lambda: {p: [] for p in PHASES})
-    accuracy: dict[str, list[float]] = field(default_factory=lambda: {s: [] for s in SPLITS})
+    accuracy: dict[str, list[float | None]] = field(default_factory=lambda: {s: [] for s in SPLITS})
     evaluated_at: list[int] = field(default_factory=list)
 
     def seconds_by_phase(self) -> dict[str, float]:
@@ -64,7 +65,9 @@ class History:
         """The history as one tensor a list, by name, for `from_tensors`."""
         lists = {"loss": self.loss, "bytes": self.bytes, "evaluated_at": self.evaluated_at}
         lists |= {f"seconds.{phase}": values for phase, values in self.seconds.items()}
-        lists |= {f"accuracy.{split}": values for split, values in self.accuracy.items()}
+        for split, scores in self.accuracy.items():
+            # A tensor has no None.
+            lists[f"accuracy.{split}"] = [nan if score is None else score for score in scores]
         counts = ("bytes", "evaluated_at")
         return {
             name: torch.tensor(values, dtype=torch.int64 if name in counts else torch.float64)
@@ -78,7 +81,8 @@ class History:
         for name, tensor in tensors.items():
             field_name, _, key = name.partition(".")
             if key:
-                getattr(history, field_name)[key] = tensor.tolist()
+                values = [None if isnan(value) else value for value in tensor.tolist()]
+                getattr(history, field_name)[key] = values
             else:
                 setattr(history, field_name, tensor.tolist())
         return history
@@ -212,13 +216,20 @@ class Trainer:
         with torch.no_grad(), self.dg.current_messages.evaluation(bits):
             return self.model(self.dg.feat)
 
-    def evaluate(self) -> dict[str, float]:
-        """Accuracy (micro F1 for multilabel graphs) of train, val and test, over all ranks."""
+    def evaluate(self) -> dict[str, float | None]:
+        """Accuracy (micro F1 for multilabel graphs) of train, val and test, over all ranks.
+
+        A split without nodes has None.
+        """
         logits = self.predict()
         masks = [getattr(self.dg, f"{split}_mask") for split in SPLITS]
-        counts = torch.stack([_tally(logits[m], self.dg.label[m]) for m in masks])
-        right, total = self._sum(counts.double()).unbind(1)
-        return {n: float(r / t) for n, r, t in zip(SPLITS, right, total.clamp(min=1), strict=True)}
+        tallies = torch.stack([_tally(logits[m], self.dg.label[m]) for m in masks])
+        num_nodes = torch.tensor([[int(mask.sum())] for mask in masks])
+        counts = self._sum(torch.cat([tallies, num_nodes], 1).double()).tolist()
+        return {
+            split: right / max(total, 1) if count else None
+            for split, (right, total, count) in zip(SPLITS, counts, strict=True)
+        }
 
     def record_evaluation(self) -> None:
         """Runs `evaluate()` and adds the result to the history."""

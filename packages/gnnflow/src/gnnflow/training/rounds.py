@@ -154,7 +154,7 @@ def check_span(name: str, value: object, events: Events) -> None:
         events: by time.
 
     Raises:
-        DataError: times would be beyond the year 5000.
+        DataError: times would be beyond the year 9999.
     """
     if not isinstance(value, str) or not any(map(str.isalpha, value)) or not len(events):
         return
