@@ -31,9 +31,15 @@ class Geometry:
         return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.nbytes)
 
     def view(self, memory: Tensor) -> Tensor:
-        """The tensor of this geometry over memory, a uint8 tensor of at least `num_bytes`."""
-        flat = memory[: self.num_bytes].view(self.dtype)
-        return torch.as_strided(flat, self.shape, self.stride, flat.storage_offset())
+        """The tensor of this geometry over memory, a uint8 tensor of at least `num_bytes`.
+
+        It has a storage of its own, as what it stands for had: with a version of its own, and an offset of 0 that
+        `as_strided` counts from.
+        """
+        begin = int(memory.storage_offset())
+        storage = memory.untyped_storage()[begin : begin + self.num_bytes]
+        tensor = torch.empty(0, dtype=self.dtype, device=memory.device)
+        return tensor.set_(storage, 0, self.shape, self.stride)
 
 
 def is_dense(tensor: Tensor) -> bool:

@@ -74,9 +74,7 @@ class Replayer:
         for view in call.views:
             self.save(view.of([args[rows_at], args[weight_at]]))
         with torch.no_grad():
-            # Items of a layer lie in one buffer and share its version. By `data` each result has a version of its
-            # own: else computing these rows would spoil views of earlier results (chunk, split, unbind).
-            out = call.item.tensors[0].data
+            (out,) = call.item.tensors
             rows = call.item.rows
             if rows < call.item.num_rows:
                 width = args[rows_at].shape[-1]
