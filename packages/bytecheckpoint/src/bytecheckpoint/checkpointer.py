@@ -19,7 +19,7 @@ from bytecheckpoint.loading.source import split_url
 from bytecheckpoint.ranks.failure import Failure
 from bytecheckpoint.ranks.team import Team
 from bytecheckpoint.ranks.trace import Trace
-from bytecheckpoint.saving.job import Handle
+from bytecheckpoint.saving.job import Handle, wait_for_saves
 from bytecheckpoint.saving.retention import Best, Retention, check_metric
 from bytecheckpoint.saving.run_lock import RunLock
 from bytecheckpoint.saving.saver import Saver, StageKind
@@ -72,7 +72,7 @@ class Checkpointer:
         on_error: OnError = "raise",
         process_group: ProcessGroup | None = None,
         finish_on_sigterm: bool = False,
-        verify_replicas: bool = False,
+        verify_replicas: bool | None = None,
     ) -> None:
         """Opens the run; every rank makes its own, at the same place in its program.
 
@@ -98,9 +98,10 @@ class Checkpointer:
                 make this checkpointer, on a folder of their own.
             finish_on_sigterm: at SIGTERM, as before a preemption, let the save in progress commit,
                 and only then do what the signal did before, which ends the process by default.
-            verify_replicas: before each save, compare the values that several ranks hold, and
-                refuse to save where they differ; training waits while each rank hashes all that it
-                holds.
+            verify_replicas: whether to hash the values that several ranks hold before each save,
+                and refuse to save where they differ. None: only tensors of at least 64 KiB, which
+                are taken from several of these ranks; smaller ones come from the lowest. False: a
+                tensor may come to hold the values of two ranks.
 
         Raises:
             ConfigError: a setting is out of range, the URL cannot be opened, this process is not
@@ -138,10 +139,10 @@ class Checkpointer:
         # Steps that are damaged, by what is wrong; the first save sets them aside.
         self._is_settled = False
         self._damaged: dict[int, str] = {}
+        wait_for_saves(self._storage.url)
         # Threads may not list a storage while the interpreter ends.
         self._steps = self._list_steps_together()
-        # The newest step of a run that is neither loaded nor begun here; -1: none. The same on all
-        # ranks, so that all refuse alike.
+        # The newest step of a run neither loaded nor begun here, on all ranks; -1: none.
         self._newest_unloaded = self._find_newest(self._steps)
         self._went_back_to: int | None = None
         self._is_seen = False
@@ -405,7 +406,7 @@ def save(
     overwrite: bool = False,
     timeout: timedelta = _TIMEOUT,
     process_group: ProcessGroup | None = None,
-    verify_replicas: bool = False,
+    verify_replicas: bool | None = None,
 ) -> None:
     """Saves one checkpoint and returns when it exists; called by all ranks.
 
@@ -415,7 +416,7 @@ def save(
         overwrite: replace an existing checkpoint, atomically once the new one is complete.
         timeout: how long to wait for the slowest rank.
         process_group: the ranks that save together; None: all of the world.
-        verify_replicas: compare the values that several ranks hold, and refuse where they differ.
+        verify_replicas: see `Checkpointer`.
 
     Raises:
         FileExistsError: there is a checkpoint.

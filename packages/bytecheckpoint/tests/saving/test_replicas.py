@@ -91,19 +91,45 @@ def test_many_differing_tensors_are_one_short_message(four):
 
 def _save_drifted(path):
     rank = dist.get_rank()
-    state = {
-        "mean": torch.full((16_000,), float(rank)),  # 64 kB, below 64 KiB
-        "weight": torch.full((1 << 20,), float(rank)),
-    }
-    bcp.save(path, state)
+    mean = {"mean": torch.full((16_000,), float(rank))}  # 64 kB, below 64 KiB
+    large = torch.full((1 << 15,), float(rank))
+    bcp.save(f"{path}/small", mean)
+    with pytest.raises(DataError, match=r"weight: expected equal values .* on ranks 0 and 1"):
+        bcp.save(f"{path}/large", mean | {"weight": large})
+    bcp.save(f"{path}/unchecked", {"weight": large}, verify_replicas=False)
+    shards = DTensor.from_local(large, init_device_mesh("cpu", (4,)), [Shard(0)], run_check=False)
+    bcp.save(f"{path}/sharded", {"weight": shards})
 
 
-def test_small_tensors_come_whole_from_the_lowest_rank_without_the_check(four, tmp_path):
-    four.run(_save_drifted, tmp_path / "saved")
-    state = {"mean": torch.empty(16_000), "weight": torch.empty(1 << 20)}
-    bcp.load(tmp_path / "saved", state)
-    assert torch.equal(state["mean"], torch.zeros(16_000))
-    assert state["weight"].unique().tolist() == [0, 1, 2, 3], "large ones are cut"
+def test_a_tensor_never_comes_from_ranks_that_differ_unless_asked(four, tmp_path):
+    four.run(_save_drifted, tmp_path)
+    mean = torch.empty(16_000)
+    bcp.load(tmp_path / "small", {"mean": mean})
+    assert torch.equal(mean, torch.zeros(16_000)), "small ones are the lowest rank's"
+    assert not (tmp_path / "large").exists()
+    bcp.load(tmp_path / "unchecked", {"weight": torch.empty(1 << 15)})
+    weight = torch.empty(1 << 17)
+    bcp.load(tmp_path / "sharded", {"weight": weight})
+    assert weight[:: 1 << 15].tolist() == [0, 1, 2, 3]
+
+
+def _save_replicas_of_pairs(path):
+    """Which steps are refused where pairs of ranks hold the same shard, by the one that differs."""
+    rank, mesh = dist.get_rank(), init_device_mesh("cpu", (2, 2))
+    refused = []
+    for step, odd in enumerate([None, 3, 0]):
+        local = torch.full((1 << 15,), float(rank % 2) + (rank == odd))
+        grid = DTensor.from_local(local, mesh, (Replicate(), Shard(0)), run_check=False)
+        try:
+            bcp.save(f"{path}/{step}", {"grid": grid, "own": {f"{rank}": local}})
+        except DataError as error:
+            refused.append((step, str(error).rpartition("on ranks ")[2][:7]))
+    return refused
+
+
+def test_only_ranks_with_the_same_box_are_compared(four, tmp_path):
+    (refused,) = set(map(tuple, four.run(_save_replicas_of_pairs, tmp_path).results))
+    assert refused == ((1, "1 and 3"), (2, "0 and 2"))
 
 
 def test_one_process_has_nothing_to_compare(tmp_path):

@@ -222,6 +222,9 @@ class _Expansion:
                 return {"$tensor": tree[kind]}
             case "$tuple":
                 return {"$tuple": self.visit(path, tree["$tuple"])}
+            case "$as":
+                # Other formats have plain containers only.
+                return self.visit(path, tree["$as"][1])
             case "$module":
                 return self._module(path, tree["$module"])
             case "$optimizer":
@@ -272,6 +275,8 @@ def _modules(path: str, tree: Any) -> Iterator[str]:
     """What names of parameters begin with, for each module of a tree."""
     if _get_kind(tree) == "$module":
         yield f"{path}." if path else ""
+    elif _get_kind(tree) == "$as":
+        yield from _modules(path, tree["$as"][1])
     elif _is_dict(tree):
         for key, item in _list_items_of(tree):
             yield from _modules(_extend(path, key), item)

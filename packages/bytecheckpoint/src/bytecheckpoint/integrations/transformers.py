@@ -2,35 +2,47 @@
 
 When the Trainer resumes, it skips batches by the counters in a checkpoint folder. It gets a folder
 without weights, and the callback then loads everything in place.
+
+The Trainer evaluates, and steps schedulers that follow a metric, after `on_step_end` and
+`on_epoch_end`. So a save that falls due waits for the next event after all of these: the next step,
+the next epoch, or the log that ends training. A checkpoint also holds the random states that the
+epoch began with, because samplers draw their order from them.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import os
 import tempfile
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import save_file
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import ExportableState
 
 from bytecheckpoint.checkpointer import Checkpointer
-from bytecheckpoint.loading.checkpoint import open as open_checkpoint
+from bytecheckpoint.loading.checkpoint import open_in
+from bytecheckpoint.saving.job import wait_for_saves
 from bytecheckpoint.saving.retention import check_metric
-from bytecheckpoint.state.rng import rng_state
+from bytecheckpoint.state.rng import RngSnapshot, rng_state
 from bytecheckpoint.storage import open_storage
-from bytecheckpoint.tools.inventory import find_newest
+from bytecheckpoint.storage.files import commit
+from shared.errors import ConfigError
 
 __all__ = ["CheckpointCallback"]
 
 
 class CheckpointCallback(TrainerCallback):
-    """Saves model, optimizer, scheduler, random numbers and the Trainer's counters, and resumes.
+    """Saves what a Trainer needs to resume to the bit, and resumes.
 
-    For one process and for DDP. With `save_strategy="no"` the Trainer writes nothing of its own.
+    That is the model, optimizer, scheduler, gradient scaler, random numbers, the Trainer's counters
+    and the states of its callbacks. For one process and for DDP. With `save_strategy="no"` the
+    Trainer writes nothing of its own.
 
     Example::
 
@@ -68,17 +80,26 @@ class CheckpointCallback(TrainerCallback):
         self._metric = metric
         self._options = options
         self._checkpointer: Checkpointer | None = None
-        self._resume_step: int | None = None
+        self._trainer: Callable[[], Any] = lambda: None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
-        self._rng: dict[str, Any] | None = None
+        self._resume_step: int | None = None
+        self._saved_keys: set[str] = set()
+        self._is_due = False
+        self._epoch_rng = RngSnapshot()
+        # The states to resume with, until they are set.
+        self._rng: RngSnapshot | None = None
 
     def resume_folder(self) -> str | None:
         """Makes the folder for `Trainer.train(resume_from_checkpoint=...)`; None at the start."""
-        url = find_newest(self._url)
-        if not open_storage(url).list(""):
+        storage = open_storage(self._url)
+        wait_for_saves(storage.url)
+        # As `load_latest` does: damaged steps are passed over.
+        steps, _ = commit.find_steps(storage)
+        if not steps:
             return None
-        with open_checkpoint(url) as checkpoint:
+        with open_in(storage, commit.format_step(steps[-1])) as checkpoint:
             self._resume_step, state = checkpoint.step, checkpoint.extra["trainer_state"]
+            self._saved_keys = set(checkpoint.extra)
             names = checkpoint.names
             weights = [n.removeprefix("model.") for n in names if n.startswith("model.")]
         self._folder = tempfile.TemporaryDirectory(prefix="bytecheckpoint-")
@@ -97,20 +118,59 @@ class CheckpointCallback(TrainerCallback):
         control: TrainerControl,
         **objects: Any,
     ) -> None:
-        """Opens the run, and loads the step that `resume_folder` found."""
-        self._checkpointer = Checkpointer(self._url, **self._options)
-        if self._resume_step is not None:
-            self._checkpointer.load(self._resume_step, self._collect_state(state, objects))
-            self._rng = rng_state().state_dict()
-            self._resume_step = None
-        if self._folder is not None:
-            self._folder.cleanup()
+        """Opens the run, and loads the step that `resume_folder` found.
 
-    def on_step_begin(self, *args: Any, **objects: Any) -> None:
-        """Restores the random states again, because skipping batches has drawn random numbers."""
+        The Trainer calls this again when `auto_find_batch_size` makes it start over.
+
+        Raises:
+            ConfigError: the Trainer did not get the folder that `resume_folder` made.
+        """
+        self._trainer = _find_trainer(objects["optimizer"])
+        self._is_due, self._rng = False, None
+        self._checkpointer = Checkpointer(self._url, **self._options)
+        if self._resume_step is None:
+            return
+        if state.global_step != self._resume_step:
+            raise ConfigError(
+                f"expected the Trainer to resume from step {self._resume_step} of {self._url}, got "
+                f"step {state.global_step}; call "
+                f"trainer.train(resume_from_checkpoint=callback.resume_folder())"
+            )
+        self._rng = RngSnapshot()
+        loaded = self._collect_state(state, control, objects) | {"rng": self._rng}
+        self._checkpointer.load(
+            self._resume_step, {key: loaded[key] for key in loaded if key in self._saved_keys}
+        )
+
+    def on_epoch_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **objects: Any,
+    ) -> None:
+        """Saves if a save is due, and restores the random states that an epoch's order is drawn from."""
+        self._save_if_due(state, control, objects)
         if self._rng is not None:
-            rng_state().load_state_dict(self._rng)
+            if state.epoch % 1 == 0 or args.ignore_data_skip:
+                self._rng.restore()
+                self._rng = None
+            elif "epoch_rng" in self._saved_keys:
+                self._epoch_rng.restore()
+        self._epoch_rng = RngSnapshot()
+
+    def on_step_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **objects: Any,
+    ) -> None:
+        """Saves if a save is due, or restores the random states after batches were skipped."""
+        if self._rng is not None:
+            self._rng.restore()
             self._rng = None
+        self._save_if_due(state, control, objects)
 
     def on_step_end(
         self,
@@ -119,41 +179,96 @@ class CheckpointCallback(TrainerCallback):
         control: TrainerControl,
         **objects: Any,
     ) -> None:
-        """Saves if the step is a multiple of `every_n_steps`."""
+        """Notes that a save is due if the step is a multiple of `every_n_steps`."""
         if self._every_n_steps is not None and state.global_step % self._every_n_steps == 0:
-            self._save(state, objects)
+            self._is_due = True
 
-    def on_save(
+    def on_save(self, *args: Any, **objects: Any) -> None:
+        """Notes that a save is due when the Trainer saves, if no interval of our own was given."""
+        if self._every_n_steps is None:
+            self._is_due = True
+
+    def on_log(
         self,
         args: TrainingArguments,
         state: TrainerState,
         control: TrainerControl,
+        logs: dict[str, Any] | None = None,
         **objects: Any,
     ) -> None:
-        """Saves when the Trainer does, if no interval of our own was given."""
-        if self._every_n_steps is None:
-            self._save(state, objects)
+        """Saves if a save is due when training ends: the Trainer may load its best model next."""
+        if "train_runtime" in (logs or {}):
+            self._save_if_due(state, control, objects)
 
     def on_train_end(self, *args: Any, **objects: Any) -> None:
         """Waits for the last save, and raises if it failed."""
+        self._resume_step = None
+        if self._folder is not None:
+            self._folder.cleanup()
+        self.close()
+
+    def close(self) -> None:
+        """Waits for the save in progress, and raises the error of the last save.
+
+        The Trainer ends with this unless an exception ends it first.
+        """
         if self._checkpointer is not None:
             self._checkpointer.close()
 
-    def _save(self, state: TrainerState, objects: dict[str, Any]) -> None:
+    def _save_if_due(
+        self, state: TrainerState, control: TrainerControl, objects: dict[str, Any]
+    ) -> None:
+        if not self._is_due:
+            return
         assert self._checkpointer is not None, "training begins before its first step ends"
+        self._is_due = False
+        if (trainer := self._trainer()) is not None:
+            trainer.store_flos()
         metric = None if self._metric is None else self._metric()
         self._checkpointer.save(
-            state.global_step, self._collect_state(state, objects), metric=metric
+            state.global_step, self._collect_state(state, control, objects), metric=metric
         )
 
-    def _collect_state(self, state: TrainerState, objects: dict[str, Any]) -> dict[str, Any]:
+    def _collect_state(
+        self, state: TrainerState, control: TrainerControl, objects: dict[str, Any]
+    ) -> dict[str, Any]:
         optimizer = objects["optimizer"]
+        scaler = getattr(optimizer, "scaler", None)
         return {
             "model": objects["model"],
             # Accelerate returns a wrapper.
             "optimizer": getattr(optimizer, "optimizer", optimizer),
             "scheduler": objects["lr_scheduler"],
+            **({} if scaler is None else {"scaler": scaler}),
             "rng": rng_state(),
-            "trainer_state": json.dumps(dataclasses.asdict(state)),
+            "epoch_rng": self._epoch_rng,
+            "trainer_state": self._dump_trainer_state(state, control),
             "extra": self._extra,
         }
+
+    def _dump_trainer_state(self, state: TrainerState, control: TrainerControl) -> str:
+        """The Trainer's counters, with what its callbacks and `control` keep at this moment."""
+        trainer = self._trainer()
+        callbacks = [] if trainer is None else trainer.callback_handler.callbacks
+        exportable = [one for one in (*callbacks, control) if isinstance(one, ExportableState)]
+        current = TrainerState(stateful_callbacks=exportable).stateful_callbacks
+        kept = dataclasses.asdict(state) | {"stateful_callbacks": current}
+        if kept["log_history"] and "train_runtime" in kept["log_history"][-1]:
+            # The summary of this training, which a resumed one appends anew.
+            kept["log_history"].pop()
+        return json.dumps(kept)
+
+
+def _find_trainer(optimizer: Any) -> Callable[[], Any]:
+    """Finds the Trainer of an optimizer: it gives callbacks no reference to itself or to others.
+
+    Returns:
+        A weak reference; it returns None where no Trainer calls the callback.
+    """
+    from transformers import Trainer
+
+    for candidate in gc.get_objects():
+        # isinstance would ask proxies for their class, which may import.
+        if issubclass(type(candidate), Trainer) and candidate.optimizer is optimizer:
+            return weakref.ref(candidate)
+    return lambda: None

@@ -153,7 +153,7 @@ class Checkpoint:
     @property
     def extra(self) -> Any:
         """The nested non-tensor values of the state, with views in place of tensors."""
-        return decode_tree(self.source.extra["tree"], self.__getitem__)
+        return decode_tree(self.source.extra["tree"], self.__getitem__, is_plain=True)
 
     def read(self, name: str, box: Box | None = None) -> Tensor:
         """Reads a tensor or a box of it.

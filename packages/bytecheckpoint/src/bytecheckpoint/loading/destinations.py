@@ -12,24 +12,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from bytecheckpoint.loading.renaming import Renaming
+from bytecheckpoint.loading.restoring import Restore
 from bytecheckpoint.loading.saved_values import SavedValues
 from bytecheckpoint.loading.source import Source
-from bytecheckpoint.state.describe import LocalState, describe, is_per_rank, is_stateful, join
-from bytecheckpoint.state.local_tensors import FlatShard
-from bytecheckpoint.state.modules import (
-    clean,
-    fill_missing_state,
-    gives_copies,
-    is_plain_optimizer,
-    list_parameter_names,
-    unwrap,
-)
-from bytecheckpoint.state.values import decode_tree
+from bytecheckpoint.state.describe import LocalState, describe
+from bytecheckpoint.state.modules import fill_missing_state
 from bytecheckpoint.storage.files.dtypes import get_dtype_name, parse_dtype
 from shared.errors import DataError
 from shared.topology.boxes import Box
@@ -65,6 +56,7 @@ class Destinations:
         wrong: names, shapes and types that cannot be loaded, as sentences.
         missing: names in the state but not in the checkpoint.
         unexpected: names in the checkpoint but not in this rank's state.
+        replaceable: those of both that are plain values, which loading adds or removes.
         restore_values: function that restores non-tensor values, called after the tensors.
         made: optimizer state that was created so that it can be loaded.
     """
@@ -73,6 +65,7 @@ class Destinations:
     wrong: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
+    replaceable: set[str] = field(default_factory=set)
     restore_values: Callable[[], None] = lambda: None
     made: list[tuple[torch.optim.Optimizer, Tensor, str]] = field(default_factory=list)
 
@@ -83,7 +76,8 @@ class Destinations:
             DataError: lists every name, shape and type that does not fit.
         """
         problems = [*self.wrong]
-        if strict:
+        # Plain values alone refuse nothing; beside what does, they may explain it.
+        if strict and (problems or {*self.missing, *self.unexpected} - self.replaceable):
             problems += [f"{name}: not in the checkpoint" for name in self.missing]
             problems += [f"{name}: in the checkpoint, not in the state" for name in self.unexpected]
         if problems:
@@ -109,6 +103,7 @@ def find_destinations(
     rank: int,
     world_size: int,
     *,
+    strict: bool,
     cast: bool,
     rename: Mapping[str, str] | None = None,
 ) -> Destinations:
@@ -118,6 +113,7 @@ def find_destinations(
         state: as for saving, in any layout.
         source: the checkpoint.
         rank, world_size: this rank, and the number of ranks that load.
+        strict: whether values that only the state has are removed.
         cast: whether element types may differ.
         rename: beginnings of the state's names by those in the checkpoint, see `Renaming`.
 
@@ -141,9 +137,11 @@ def find_destinations(
     if made:
         local = describe(state, rank)
     saved = SavedValues(source.extra, rank)
-    walk = _Restore(local, saved, stored, rank, world_size, renaming)
+    walk = Restore(local, saved, stored, rank, world_size, renaming, strict=strict)
     has_values = source.has_values
-    found = Destinations(missing=walk.missing, unexpected=walk.unexpected, made=made)
+    found = Destinations(
+        missing=walk.missing, unexpected=walk.unexpected, replaceable=walk.replaceable, made=made
+    )
     try:
         if has_values:
             walk.visit("", state, saved.root)
@@ -164,7 +162,7 @@ def find_destinations(
 
 def _fill(
     found: Destinations,
-    walk: _Restore,
+    walk: Restore,
     stored: dict[str, tuple[torch.dtype, tuple[int, ...]]],
     stored_as: dict[str, str],
     positions: dict[str, int],
@@ -185,7 +183,7 @@ def _fill(
         if name in walk.fresh:
             continue
         if name not in stored:
-            if not _is_of_rank(name, local):
+            if name not in walk.stale and not _is_of_rank(name, local):
                 found.missing.append(name)
             continue
         stored_dtype, stored_shape = stored[name]
@@ -265,211 +263,3 @@ def _map_names(
             here = known.get(new[parameter], new[parameter])
             found[f"{prefix}{here}.{key}"] = name
     return found
-
-
-class _Restore:
-    """Walks a state beside the saved values: first to find what is missing, then to apply."""
-
-    def __init__(
-        self,
-        local: LocalState,
-        saved: SavedValues,
-        stored: dict[str, tuple[torch.dtype, tuple[int, ...]]],
-        rank: int,
-        world_size: int,
-        rename: Renaming,
-    ) -> None:
-        self.local = local
-        self.apply = False
-        self.missing: list[str] = []
-        self.unexpected: list[str] = []
-        self.fresh: dict[str, Tensor] = {}
-        self._saved = saved
-        self._stored = stored
-        self._rank = rank
-        self._world_size = world_size
-        self._rename = rename
-
-    def visit(self, path: str, value: Any, nodes: list[Any]) -> Any:
-        """Compares or applies; returns the value's replacement."""
-        if isinstance(value, np.ndarray) and not value.flags.writeable:
-            raise DataError(f"{path}: expected an array to load into, this one is read-only")
-        if isinstance(value, Tensor | FlatShard | np.ndarray):
-            return value
-        if isinstance(value, nn.Module):
-            self._module(path, value, nodes)
-        elif is_plain_optimizer(value):
-            self._optimizer(path, value, nodes)
-        elif is_per_rank(value):
-            self._per_rank(path, value)
-        elif is_stateful(value):
-            if not nodes:
-                self.missing.append(path)
-            elif self.apply:
-                value.load_state_dict(self._decode(nodes[0]))
-            else:
-                self._decode(nodes[0])
-        elif isinstance(value, dict) and value:
-            self._dict(path, value, nodes)
-        elif isinstance(value, list | tuple) and value:
-            return self._sequence(path, value, nodes)
-        elif not nodes:
-            self.missing.append(path)
-        else:
-            found = self._decode(nodes[0])
-            if not isinstance(value, dict) or not isinstance(found, dict):
-                return found
-            if self.apply:
-                value.update(found)  # it stays the Counter or OrderedDict that it is
-        return value
-
-    def _dict(self, path: str, value: dict[Any, Any], nodes: list[Any]) -> None:
-        for key, item in value.items():
-            if isinstance(item, Tensor):
-                continue
-            inner = join(path, key)
-            found = self.visit(inner, item, self._saved.child(inner, nodes, key))
-            if self.apply and found is not item:
-                value[key] = found
-        if path:
-            known = {str(key) for key in value}
-            self.unexpected += [
-                join(path, key)
-                for key in self._saved.keys(nodes[:1])
-                if str(key) not in known and not self._is_tensor(join(path, key))
-            ]
-
-    def _sequence(self, path: str, value: Any, nodes: list[Any]) -> Any:
-        saved = self._saved.keys(nodes)
-        if len(saved) != len(value):
-            if any(isinstance(item, Tensor | nn.Module) for item in value):
-                self.missing += [join(path, at) for at in range(len(saved), len(value))]
-                self.unexpected += [join(path, at) for at in range(len(value), len(saved))]
-                return value
-            return self._decode(nodes[0]) if nodes else value
-        items = [
-            self.visit(join(path, at), item, self._saved.child(join(path, at), nodes, at))
-            for at, item in enumerate(value)
-        ]
-        if not self.apply or all(new is old for new, old in zip(items, value, strict=True)):
-            return value
-        if isinstance(value, tuple):
-            return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
-        value[:] = items
-        return value
-
-    def _module(self, path: str, module: nn.Module, nodes: list[Any]) -> None:
-        root = unwrap(module)
-        given = self.local.given.get(path, {})
-        if self.apply and gives_copies(root, given):
-            # What was loaded into the copies; the module knows where they go.
-            root.load_state_dict(given)
-        for name, inner in root.named_modules():
-            if type(inner).get_extra_state is nn.Module.get_extra_state:
-                continue
-            key = join(path, join(clean(f"{name}.")[:-1], "_extra_state"))
-            found = self._saved.child(key, nodes, key)
-            if not found:
-                self.missing.append(key)
-            elif isinstance(decoded := self._decode(found[0]), Tensor) and not self.apply:
-                continue
-            elif self.apply:
-                inner.set_extra_state(decoded)
-
-    def _optimizer(self, path: str, optimizer: torch.optim.Optimizer, nodes: list[Any]) -> None:
-        known = self.local.parameters
-
-        def rename(name: str) -> str:
-            return self._rename.rename_parameter(name, self.local.modules)
-
-        stored = [
-            rename(name)
-            for node in nodes
-            for group in _list_groups(node)
-            for name in group["params"]
-        ]
-        here = known.find_names_of(stored, self.local.modules)
-        settings: dict[str, Any] = {}
-        values: dict[str, Any] = {}
-        for node in reversed(nodes):
-            for group in _list_groups(node):
-                for name in map(rename, group["params"]):
-                    settings[here.get(name, name)] = group["settings"]
-            saved = node.get("$optimizer", {}).get("values", {})
-            values.update({rename(name): content for name, content in saved.items()})
-        names = iter(list_parameter_names(optimizer, known))
-        for at, group in enumerate(optimizer.param_groups):
-            own = [name for _ in group["params"] for name in next(names)]
-            lost = [name for name in own if name not in settings]
-            self.missing += [f"{path}: settings of {name}" for name in lost]
-            found = [settings[name] for name in own if name in settings]
-            if any(one != found[0] for one in found):
-                raise DataError(
-                    f"{path}: group {at} joins parameters whose settings differed when they were "
-                    f"saved ({own[0]} and others); make groups that do not mix them"
-                )
-            if self.apply and found:
-                # Capturable and scheduled settings may be tensors, which are loaded in place.
-                new = self._decode(found[0])
-                for key, setting in new.items():
-                    if isinstance(group.get(key), Tensor) and isinstance(setting, Tensor):
-                        group[key].copy_(setting)
-                    else:
-                        group[key] = setting
-            for parameter, name in zip(group["params"], own, strict=False):
-                for key, content in values.get(name, {}).items():
-                    decoded = self._decode(content)
-                    if self.apply:
-                        optimizer.state[parameter][key] = decoded
-
-    def _per_rank(self, path: str, value: Any) -> None:
-        trees = self._saved.of_ranks(path)
-        if not trees or (len(trees) == self._world_size and trees[self._rank] is None):
-            self.missing.append(path)
-        elif len(trees) == self._world_size:
-            decoded = self._decode(trees[self._rank])
-            if self.apply:
-                value.load_state_dict(decoded)
-        elif not hasattr(value, "load_rank_states"):
-            raise DataError(
-                f"{path}: {len(trees)} ranks saved the positions of their {type(value).__name__}, "
-                f"and {self._world_size} load; give the loader a bcp.LoaderState as its sampler "
-                f"and put what its track() returns into the state"
-            )
-        else:
-            decoded = [self._decode(tree) for tree in trees if tree is not None]
-            if self.apply:
-                value.load_rank_states(decoded, self._rank, self._world_size)
-
-    def _decode(self, tree: Any) -> Any:
-        return decode_tree(tree, self._tensor)
-
-    def _tensor(self, name: str) -> Any:
-        """A tensor inside saved values: the user's if there is one, else a new one."""
-        if not self._is_tensor(name):
-            raise DataError(f"extra values name the tensor {name!r}, which is not stored")
-        dtype, shape = self._stored[name]
-        own = self.local.values.get(self.local.aliases.get(name, name))
-        # An object with `state_dict` may hold tensors whose sizes change over time.
-        is_fit = own is not None and (type(own) is not Tensor or own.shape == shape)
-        if is_fit and name not in self.fresh:
-            return own
-        if name not in self.fresh:
-            self.fresh[name] = torch.empty(shape, dtype=dtype)
-        return self.fresh[name]
-
-    def _is_tensor(self, name: str) -> bool:
-        return name in self._stored
-
-
-def _list_groups(node: dict[str, Any]) -> list[dict[str, Any]]:
-    """A stored optimizer's groups, ours or torch's, as names of parameters and settings."""
-    if "$optimizer" in node:
-        return node["$optimizer"]["groups"]
-    return [
-        {
-            "params": group["params"],
-            "settings": {key: value for key, value in group.items() if key != "params"},
-        }
-        for group in node.get("param_groups", [])
-    ]

@@ -48,8 +48,10 @@ class LoadReport:
         num_bytes: number of bytes of the elements that went into this rank's tensors.
         num_bytes_read: bytes this rank read from storage, for tensors and their checksums.
         is_shared: whether ranks read data once and sent it to each other.
-        missing: names in the state but not in the checkpoint; empty if strict.
-        unexpected: names in the checkpoint but not in the state; empty if strict.
+        missing: names in the state but not in the checkpoint; if strict, those of plain values in
+            dictionaries, which were removed.
+        unexpected: names in the checkpoint but not in the state; those of plain values in
+            dictionaries were added.
         seconds: duration of the load.
         trace: times of its stages.
     """
@@ -171,7 +173,7 @@ def _destinations(
     found, error = None, None
     try:
         found = find_destinations(
-            state, source, team.rank, team.world_size, cast=cast, rename=rename
+            state, source, team.rank, team.world_size, strict=strict, cast=cast, rename=rename
         )
     except Exception as caught:  # noqa: BLE001 - raised on all ranks together
         error = caught

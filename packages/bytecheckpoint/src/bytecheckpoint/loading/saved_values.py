@@ -28,7 +28,7 @@ class SavedValues:
             raise DataError("extra values: expected lists by rank; the checkpoint is damaged")
         self._by_rank: dict[str, list[Any]] = by_rank
         self._rank = rank
-        self.root = self._put_own_first("", [tree])
+        self.root = [self._take_own("", tree)]
 
     def child(self, path: str, nodes: list[Any], key: Any) -> list[Any]:
         """The candidates for the value under a key.
@@ -53,6 +53,20 @@ class SavedValues:
         """Each saved rank's value at a path that differs by rank."""
         return self._by_rank.get(path, [])
 
+    def _take_own(self, path: str, tree: Any) -> Any:
+        """The coordinator's tree with this rank's values where ranks had different ones.
+
+        An object with `load_state_dict` gets its tree as a whole.
+        """
+        own = self._by_rank.get(path, [])[self._rank : self._rank + 1]
+        if own and own[0] is not None and tree != {"$ranks": None}:
+            return own[0]
+        if isinstance(tree, list):
+            return [self._take_own(_join(path, at), item) for at, item in enumerate(tree)]
+        if isinstance(tree, dict) and not any(key.startswith("$") for key in tree):
+            return {key: self._take_own(_join(path, key), item) for key, item in tree.items()}
+        return tree
+
     def _put_own_first(self, path: str, nodes: list[Any]) -> list[Any]:
         values = self._by_rank.get(path)
         if values is None:
@@ -72,11 +86,17 @@ def _list_items(node: Any) -> dict[Any, Any]:
             return {decode_tree(key, _refuse_tensor): value for key, value in content}
         if kind == "$tuple":
             return dict(enumerate(content))
+        if kind == "$as":
+            return _list_items(content[1])
         if kind in ("$module", "$optimizer"):
             return content
         if kind.startswith("$"):
             return {}
     return node
+
+
+def _join(path: str, key: Any) -> str:
+    return f"{path}.{key}" if path else str(key)
 
 
 def _refuse_tensor(name: str) -> Any:

@@ -206,9 +206,15 @@ def open_source(storage: Storage, path: str) -> Summary:
 
     Raises:
         FileNotFoundError: there is no checkpoint; the message lists what the folder holds.
-        DataError: it is damaged, or its files contradict each other.
+        DataError: it is damaged, its files contradict each other, or it is a file.
     """
     names = storage.list(path)
+    folder, name = posixpath.split(path)
+    if not names and name in storage.sizes(folder):
+        raise DataError(
+            f"{posixpath.join(storage.url, path)}: expected the folder of a checkpoint, got a file; "
+            f"make a folder of it: bytecheckpoint convert {name} FOLDER --to dcp"
+        )
     if MANIFEST_NAME in names:
         manifest = commit.read_manifest(storage, path)
         index, extra = commit.read_contents(storage, path, manifest)

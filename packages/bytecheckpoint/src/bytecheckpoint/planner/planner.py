@@ -25,7 +25,15 @@ from bytecheckpoint.storage.files.index import ChunkTable, File, Index
 from shared.errors import ConfigError, DataError
 from shared.topology.boxes import Box, decompose
 
-__all__ = ["Pieces", "RankPart", "SavePlan", "WriterAssignment", "assign_writers", "plan"]
+__all__ = [
+    "Pieces",
+    "RankPart",
+    "SavePlan",
+    "WriterAssignment",
+    "assign_writers",
+    "find_replicas",
+    "plan",
+]
 
 SMALL_BYTES = 64 * 1024
 """Boxes below it come from the lowest rank that holds them.
@@ -227,6 +235,29 @@ def plan(
     index, ranks = _lay_out(pieces, chunks, writer, itemsizes, dict(aliases or {}))
     index.check("plan")
     return SavePlan(index=index, ranks=ranks, world_size=world_size)
+
+
+def find_replicas(pieces: Pieces) -> np.ndarray:
+    """Finds the boxes that several ranks hold and that a plan takes from more than one of them.
+
+    Args:
+        pieces: pieces of all ranks.
+
+    Returns:
+        bool [rows] of the pieces, in their order.
+    """
+    table = pieces.chunks
+    columns = (*table.sizes.T[::-1], *table.offsets.T[::-1], table.tensor)
+    order = np.lexsort(columns)
+    is_same = np.ones(max(len(order) - 1, 0), dtype=bool)
+    for column in columns:
+        is_same &= column[order][1:] == column[order][:-1]
+    is_replica = np.zeros(len(order), dtype=bool)
+    is_replica[order[1:][is_same]] = True
+    is_replica[order[:-1][is_same]] = True
+    itemsizes = np.array([parse_dtype(name).itemsize for name in pieces.dtypes], dtype=np.int64)
+    num_bytes = table.sizes.prod(axis=1) * itemsizes[table.tensor]
+    return is_replica & (num_bytes >= SMALL_BYTES)
 
 
 def _find_distinct(pieces: Pieces) -> tuple[ChunkTable, np.ndarray, np.ndarray]:

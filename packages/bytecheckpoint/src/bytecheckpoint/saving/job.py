@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
+import os
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -23,7 +26,7 @@ from bytecheckpoint.storage import Storage
 from bytecheckpoint.storage.files import commit
 from bytecheckpoint.storage.files.manifest import FileRecord, Manifest
 
-__all__ = ["Handle", "Job"]
+__all__ = ["Handle", "Job", "remember_save", "wait_for_saves"]
 
 _log = logging.getLogger(__name__)
 
@@ -226,3 +229,33 @@ class Job:
                 by_rank.setdefault(path, [None] * len(reports))[rank] = own
         spans = [list(span) for one in reports for span in one.spans]
         return {"tree": tree, "ranks": by_rank, "trace": spans}
+
+
+# Threads of unfinished saves, and the storage that each writes to.
+_running: weakref.WeakKeyDictionary[threading.Thread, str] = weakref.WeakKeyDictionary()
+
+
+def remember_save(thread: threading.Thread, url: str) -> None:
+    """Lets `wait_for_saves` and the end of the process wait for the thread of a save."""
+    _running[thread] = _resolve(url)
+
+
+def wait_for_saves(url: str) -> None:
+    """Waits for saves of this process to a storage, whoever began them.
+
+    In a notebook a loop that was interrupted leaves one behind, and the cell is run again.
+    """
+    for thread, own_url in list(_running.items()):
+        if own_url == _resolve(url) and thread is not threading.current_thread():
+            thread.join()
+
+
+# `RankPool`'s ranks, which end with os._exit, run exit functions too.
+@atexit.register
+def _finish_all() -> None:
+    for thread in list(_running):
+        thread.join()
+
+
+def _resolve(url: str) -> str:
+    return url if "://" in url else os.path.realpath(url)

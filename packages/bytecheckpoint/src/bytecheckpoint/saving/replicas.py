@@ -1,11 +1,13 @@
 """A check that ranks which hold the same box of a tensor hold the same values in it.
 
 A plan takes each box from some of the ranks that hold it, and so presumes that all hold the same.
-Here each rank hashes what it holds, and the coordinator gets one entry a box and distinct hash, up a
-tree.
+Here each rank hashes what others hold too, and the coordinator gets one entry a box and distinct
+hash, up a tree.
 """
 
 from __future__ import annotations
+
+from collections.abc import Container
 
 import msgspec
 import numpy as np
@@ -16,6 +18,7 @@ from numpy.typing import NDArray
 from bytecheckpoint.ranks.team import Team
 from bytecheckpoint.state.local_tensors import LocalTensor
 from shared.errors import DataError
+from shared.kernels.digest import digest
 from shared.topology.boxes import Box
 
 __all__ = ["check_replicas"]
@@ -25,15 +28,17 @@ _NUM_NAMED = 64
 """Boxes that the ranks are asked about; after a divergence nearly all differ."""
 
 
-def check_replicas(team: Team, tensors: dict[str, LocalTensor]) -> None:
+def check_replicas(
+    team: Team,
+    tensors: dict[str, LocalTensor],
+    replicas: Container[tuple[str, Box]] | None = None,
+) -> None:
     """Compares values bit by bit, through hashes of 64 bits; called by all ranks of the team.
-
-    Reads everything that the rank holds; values on a GPU are copied to the host for it, one tensor
-    at a time.
 
     Args:
         team: the ranks.
         tensors: what this rank holds, by name.
+        replicas: names and boxes to compare; None: all that the rank holds.
 
     Raises:
         DataError: ranks hold different values of a box; all ranks raise, and the message names the
@@ -43,7 +48,7 @@ def check_replicas(team: Team, tensors: dict[str, LocalTensor]) -> None:
         return
     mine, names, error = np.empty((0, 3), dtype=np.uint64), {}, None
     try:
-        mine, names = _hash(team.rank, tensors)
+        mine, names = _hash(team.rank, tensors, replicas)
     except Exception as caught:  # noqa: BLE001 - raised on all ranks together
         error = caught
     team.agree(error)
@@ -65,26 +70,30 @@ def check_replicas(team: Team, tensors: dict[str, LocalTensor]) -> None:
     team.agree(error)
 
 
-def _hash(rank: int, tensors: dict[str, LocalTensor]) -> tuple[Hashes, dict[int, tuple[str, Box]]]:
+def _hash(
+    rank: int,
+    tensors: dict[str, LocalTensor],
+    replicas: Container[tuple[str, Box]] | None,
+) -> tuple[Hashes, dict[int, tuple[str, Box]]]:
     """Rows of (hash of name and box, hash of values, rank), and what the first one stands for."""
     rows, names = [], {}
     with torch.no_grad():
         for name, (_, _, pieces) in tensors.items():
             for box, values in pieces:
+                if replicas is not None and (name, box) not in replicas:
+                    continue
                 key = xxhash.xxh3_64_intdigest(msgspec.msgpack.encode((name, box)))
                 names[key] = name, box
-                memory = (
-                    values.detach()
-                    .resolve_conj()
-                    .resolve_neg()
-                    .cpu()
-                    .contiguous()
-                    .reshape(-1)
-                    .view(torch.uint8)
-                    .numpy()
-                )
-                rows.append((key, xxhash.xxh3_64_intdigest(memory.data), rank))
+                rows.append((key, _hash_values(values.detach()), rank))
     return np.array(rows, dtype=np.uint64).reshape(-1, 3), names
+
+
+def _hash_values(values: torch.Tensor) -> int:
+    plain = values.resolve_conj().resolve_neg()
+    if plain.is_cuda:
+        # On the device: nothing is copied to the host.
+        return digest(plain)
+    return xxhash.xxh3_64_intdigest(plain.contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
 def _decode(data: bytes) -> Hashes:

@@ -12,6 +12,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch.distributed as dist
+
 from shared.errors import ConfigError
 
 __all__ = ["RunLock"]
@@ -27,10 +29,7 @@ class RunLock:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             os.close(descriptor)
-            raise ConfigError(
-                f"{folder}: expected no other job to save here, but a running process does; wait "
-                f"for it to end, end it, or choose another folder"
-            ) from error
+            raise ConfigError(_describe_conflict(folder)) from error
         except OSError:
             pass  # this file system (NFS) locks no folders
         release: Any = weakref.finalize(self, os.close, descriptor)
@@ -51,6 +50,20 @@ class RunLock:
         if lock is None:
             lock = _locks[path] = RunLock(path)
         return lock
+
+
+def _describe_conflict(folder: str) -> str:
+    num_ranks = os.environ.get("WORLD_SIZE", "1")
+    if num_ranks not in ("", "1") and not dist.is_initialized():
+        return (
+            f"{folder}: expected the {num_ranks} processes that torchrun started to save together, "
+            f"but this one has no process group and another one saves here; call "
+            f"torch.distributed.init_process_group() before the first save"
+        )
+    return (
+        f"{folder}: expected no other job to save here, but a running process does; wait for it to "
+        f"end, end it, or choose another folder"
+    )
 
 
 _locks: weakref.WeakValueDictionary[str, RunLock] = weakref.WeakValueDictionary()

@@ -6,11 +6,9 @@ reduction of four numbers before the copy; everything after the copy happens on 
 
 from __future__ import annotations
 
-import atexit
 import os
 import secrets
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from concurrent import futures
 from dataclasses import dataclass, field
@@ -18,6 +16,7 @@ from datetime import timedelta
 from typing import Any, Literal
 
 import msgspec
+import numpy as np
 import torch
 import xxhash
 
@@ -26,7 +25,7 @@ from bytecheckpoint.ranks.team import Team
 from bytecheckpoint.ranks.trace import Trace
 from bytecheckpoint.saving.forked_writer import ChildWriter
 from bytecheckpoint.saving.image import Image, find_sources, make_ahead
-from bytecheckpoint.saving.job import Handle, Job
+from bytecheckpoint.saving.job import Handle, Job, remember_save
 from bytecheckpoint.saving.replicas import check_replicas
 from bytecheckpoint.saving.writer import Writer
 from bytecheckpoint.state.describe import LocalState, describe, pause_collection
@@ -53,6 +52,8 @@ class _Plan:
         index: index of the checkpoint, on the coordinator.
         token: random text from the coordinator, part of the names that the ranks of a save share.
         image: memory for the part, allocated when it is first filled.
+        replicas: names and boxes of this rank that are taken from several ranks.
+        has_replicas: whether any rank has such.
         ahead: that memory while a thread makes it, before the first save.
         num_saves: number of saves made by this plan.
     """
@@ -62,6 +63,8 @@ class _Plan:
     part: planner.RankPart
     index: bytes
     token: bytes
+    replicas: set[tuple[str, Box]]
+    has_replicas: bool
     image: Image | None = None
     ahead: futures.Future[Image] | None = None
     num_saves: int = 0
@@ -100,6 +103,8 @@ class _Listed(msgspec.Struct, frozen=True):
 class _Planned(msgspec.Struct, frozen=True):
     token: bytes
     part: bytes
+    replicas: bytes
+    has_replicas: bool
 
 
 class Saver:
@@ -112,7 +117,7 @@ class Saver:
         stage: StageKind = "arena",
         timeout: timedelta,
         process_group: ProcessGroup | None = None,
-        verify_replicas: bool = False,
+        verify_replicas: bool | None = None,
     ) -> None:
         """Joins the team; every rank makes its own, at the same place in its program.
 
@@ -121,7 +126,8 @@ class Saver:
             stage: "arena" copies values to a buffer, "fork" lets a child process write them.
             timeout: how long to wait for the slowest rank's file.
             process_group: whose ranks save together; None: all of the world.
-            verify_replicas: compare what several ranks hold before each save.
+            verify_replicas: whether to compare what several ranks hold before each save; None:
+                only what is taken from more than one of them.
 
         Raises:
             ConfigError: this process is not in the group; a child process cannot write to this storage.
@@ -236,11 +242,12 @@ class Saver:
             is_planned, has_rank_trees = self._agree(begun, handle.trace)
             if not is_planned:
                 self._plan_and_copy(begun, handle.trace)
-            if self._verify_replicas:
-                with handle.trace.span("compare"):
-                    check_replicas(self.team, begun.local.tensors)
             plan = begun.plan
             assert plan is not None, "a rank without a plan has reported a failure"
+            if self._verify_replicas or (self._verify_replicas is None and plan.has_replicas):
+                replicas = None if self._verify_replicas else plan.replicas
+                with handle.trace.span("compare"):
+                    check_replicas(self.team, begun.local.tensors, replicas)
             key = plan.next_key()
             job = Job(
                 handle=handle,
@@ -358,17 +365,33 @@ class Saver:
         self.team.agree(error)
         mine = msgspec.msgpack.decode(self.team.scatter(parts), type=_Planned)
         part = planner.RankPart.decode(mine.part)
-        return _Plan(rows=rows, aliases=aliases, part=part, index=index, token=mine.token)
+        is_replica = np.unpackbits(np.frombuffer(mine.replicas, np.uint8), count=len(rows))
+        return _Plan(
+            rows=rows,
+            aliases=aliases,
+            part=part,
+            index=index,
+            token=mine.token,
+            replicas={(rows[at][0], rows[at][3]) for at in np.flatnonzero(is_replica)},
+            has_replicas=mine.has_replicas,
+        )
 
     def _plan_all(self, merged: bytes) -> tuple[bytes, list[bytes]]:
         listed = msgspec.msgpack.decode(merged, type=_Listed)
         pieces = planner.Pieces.decode(listed.pieces)
         plan = planner.plan(pieces, self.team.world_size, aliases=listed.aliases)
         token = secrets.token_bytes(16)
-        parts = [
-            msgspec.msgpack.encode(_Planned(token, plan.part(rank).encode()))
-            for rank in range(self.team.world_size)
-        ]
+        is_replica = planner.find_replicas(pieces)
+        # Merging keeps the order of each rank's rows.
+        by_rank = np.argsort(pieces.owner, kind="stable")
+        first = np.searchsorted(pieces.owner[by_rank], np.arange(self.team.world_size + 1))
+        parts = []
+        for rank in range(self.team.world_size):
+            mine = is_replica[by_rank[first[rank] : first[rank + 1]]]
+            planned = _Planned(
+                token, plan.part(rank).encode(), np.packbits(mine).tobytes(), bool(is_replica.any())
+            )
+            parts.append(msgspec.msgpack.encode(planned))
         return plan.index.encode(), parts
 
     def _start(self, job: Job, plan: _Plan, copied: list[torch.cuda.Event]) -> None:
@@ -390,7 +413,7 @@ class Saver:
             job.run(self._thread)
         else:
             self._thread = thread
-            _under_way.add(thread)
+            remember_save(thread, self._storage.url)
         self._handle = job.handle
         if not copied:
             job.handle.staged.set()
@@ -410,16 +433,6 @@ class Saver:
             raise ConfigError("stage='fork' cannot read a GPU's memory; use stage='arena'")
         plan.image = plan.image or Image(plan.part)
         return ChildWriter(self._storage, file, plan.image, values, trace)
-
-
-# Threads of unfinished saves. `RankPool`'s ranks, which end with os._exit, run exit functions too.
-_under_way: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
-
-
-@atexit.register
-def _finish_all() -> None:
-    for thread in list(_under_way):
-        thread.join()
 
 
 def _find_memory(optimizers: Iterable[torch.optim.Optimizer]) -> set[int]:

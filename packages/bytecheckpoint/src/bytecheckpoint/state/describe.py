@@ -25,7 +25,12 @@ from bytecheckpoint.state.modules import (
     list_optimizer_entries,
     list_parameter_names,
 )
-from bytecheckpoint.state.values import encode_dict, encode_leaf
+from bytecheckpoint.state.values import (
+    describe_class,
+    encode_dict,
+    encode_leaf,
+    is_known_class,
+)
 from shared.errors import DataError
 
 __all__ = ["LocalState", "describe", "is_per_rank", "is_stateful", "join", "pause_collection"]
@@ -121,6 +126,21 @@ def _find_modules(value: Any, path: str) -> list[tuple[str, nn.Module]]:
 
 
 def _describe_array(array: np.ndarray, path: str) -> Tensor:
+    if type(array) not in (np.ndarray, np.memmap):
+        raise DataError(
+            f"{path}: expected a plain numpy array, got a {type(array).__name__}, which would come "
+            f"back as one; store its parts, as numpy.asarray(x)"
+        )
+    if not array.dtype.isnative:
+        raise DataError(
+            f"{path}: expected an array in this machine's byte order, got {array.dtype.str}; store "
+            f"x.astype(x.dtype.newbyteorder('='))"
+        )
+    if any(stride < 0 for stride in array.strides):
+        raise DataError(
+            f"{path}: expected an array with strides of at least 0, got {array.strides}; store "
+            f"numpy.ascontiguousarray(x)"
+        )
     try:
         # torch warns of arrays that must not be written to; what is read from a copy is the same.
         return torch.from_numpy(array if array.flags.writeable else array.copy())
@@ -164,6 +184,8 @@ class _Walk:
         self.found = LocalState()
         self.modules: dict[str, list[tuple[str, Any]]] = {}
         self._memory: dict[int, list[str]] = {}
+        # Whether the walk is in what an object gave, of which loading makes every container.
+        self._is_inside = False
 
     def value(self, path: str, value: Any) -> Any:
         """Enters a value, and returns what stands for it in the tree."""
@@ -171,10 +193,11 @@ class _Walk:
             return self.tensor(path, value)
         if isinstance(value, dict):
             items = {k: self.value(join(path, k), v) for k, v in value.items()}
-            return encode_dict(items, path)
+            return self.container(path, value, encode_dict(items, path))
         if isinstance(value, list | tuple):
             items = [self.value(join(path, at), item) for at, item in enumerate(value)]
-            return {"$tuple": items} if isinstance(value, tuple) else items
+            plain = {"$tuple": items} if isinstance(value, tuple) else items
+            return self.container(path, value, plain)
         if isinstance(value, np.ndarray):
             return {"$array": self.tensor(path, _describe_array(value, path))["$tensor"]}
         if isinstance(value, nn.Module):
@@ -182,14 +205,41 @@ class _Walk:
         if is_plain_optimizer(value):
             return self.optimizer(path, value)
         if is_per_rank(value):
-            tree = self.value(f"{path}.rank{self.rank}", value.state_dict())
+            tree = self.inside(f"{path}.rank{self.rank}", value.state_dict())
             self.found.rank_trees[path] = tree
             return {"$ranks": None}
         if isinstance(value, torch.optim.Optimizer):
-            return self.value(path, _ask_for_state(path, value))
+            return self.inside(path, _ask_for_state(path, value))
         if is_stateful(value):
-            return self.value(path, value.state_dict())
+            return self.inside(path, value.state_dict())
         return encode_leaf(value, path)
+
+    def inside(self, path: str, value: Any) -> Any:
+        """Enters what an object gave."""
+        was_inside, self._is_inside = self._is_inside, True
+        try:
+            return self.value(path, value)
+        finally:
+            self._is_inside = was_inside
+
+    def container(self, path: str, value: Any, plain: Any) -> Any:
+        """Adds to an encoded container the name of a derived class.
+
+        Args:
+            path: path of the container; the state itself has no class.
+            value: the container.
+            plain: its content as that of a dict, list or tuple.
+        """
+        if not path or type(value) in (dict, list, tuple):
+            return plain
+        name = describe_class(value)
+        if self._is_inside and not is_known_class(name):
+            raise DataError(
+                f"{path}: expected dictionaries, lists and tuples of Python's own classes, and "
+                f"defaultdicts of these or numbers, got a {name}, which cannot be made when loading; "
+                f"give a plain one in state_dict(), and make the {name} in load_state_dict()"
+            )
+        return {"$as": [name, plain]}
 
     def tensor(self, name: str, value: Tensor | FlatShard) -> dict[str, str]:
         """Enters a tensor, or another name of one that is known."""
@@ -217,7 +267,7 @@ class _Walk:
             if isinstance(value, Tensor | FlatShard):
                 self.tensor(name, value)
             else:
-                extra[name] = self.value(name, value)
+                extra[name] = self.inside(name, value)
         return {"$module": encode_dict(extra)}
 
     def optimizer(self, path: str, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -228,12 +278,12 @@ class _Walk:
             if isinstance(value, Tensor | FlatShard):
                 self.tensor(full_name, value)
             else:
-                values.setdefault(name, {})[key] = self.value(full_name, value)
+                values.setdefault(name, {})[key] = self.inside(full_name, value)
         names = iter(list_parameter_names(optimizer, known))
         groups = []
         for at, group in enumerate(optimizer.param_groups):
             settings = {
-                key: self.value(f"{path}.groups.{at}.{key}", value)
+                key: self.inside(f"{path}.groups.{at}.{key}", value)
                 for key, value in group.items()
                 if key not in ("params", "param_names")
             }

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["RngState", "rng_state"]
+__all__ = ["RngSnapshot", "RngState", "rng_state"]
 
 
 class RngState:
@@ -69,3 +69,30 @@ class RngState:
 def rng_state() -> RngState:
     """An object to put into a state, so that a resumed run continues the same random numbers."""
     return RngState()
+
+
+class RngSnapshot(RngState):
+    """The generators' states at one moment: saved in place of the current ones, set by `restore`."""
+
+    def __init__(self) -> None:
+        self._state = super().state_dict()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The states of that moment."""
+        return self._state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Replaces the snapshot; the generators stay as they are."""
+        self._state = state
+
+    def load_rank_states(self, states: list[dict[str, Any]], rank: int, world_size: int) -> None:
+        """Replaces the snapshot from a save by another number of ranks."""
+        current = RngState()
+        before = current.state_dict()
+        current.load_rank_states(states, rank, world_size)
+        self._state = current.state_dict()
+        current.load_state_dict(before)
+
+    def restore(self) -> None:
+        """Sets the generators."""
+        super().load_state_dict(self._state)

@@ -1,7 +1,8 @@
 """Non-tensor values of a state as JSON: read back exactly, or refused when saved.
 
 JSON has no tuples, bytes, non-string keys, non-finite numbers or numpy's types; those are written as
-objects with one key that begins with a dollar sign. Nothing is ever unpickled.
+objects with one key that begins with a dollar sign. Nothing is ever unpickled: of classes derived
+from dict, list and tuple only those named here are made when reading.
 """
 
 from __future__ import annotations
@@ -10,17 +11,36 @@ import base64
 import enum
 import json
 import math
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
+import torch
 
 from shared.errors import DataError
 
-__all__ = ["decode_tree", "dump", "encode_leaf", "parse"]
+__all__ = [
+    "decode_tree",
+    "describe_class",
+    "dump",
+    "encode_leaf",
+    "get_class",
+    "has_only_values",
+    "is_known_class",
+    "parse",
+]
 
 _NUMBER_KINDS = "biufc"
 """numpy's truth values, whole numbers, floating-point and complex numbers."""
+
+_DERIVED = {kind.__name__: kind for kind in (Counter, OrderedDict, torch.Size)}
+"""Classes derived from dict and tuple that are made when reading."""
+_FACTORIES: dict[str, Any] = {
+    f"defaultdict({kind.__name__})": kind
+    for kind in (bool, bytes, complex, dict, float, frozenset, int, list, set, str, tuple)
+} | {f"defaultdict({kind})": factory for kind, factory in (*_DERIVED.items(), ("None", None))}
+"""What a defaultdict makes for a missing key, by the name that is written."""
 
 
 def encode_leaf(value: Any, path: str) -> Any:
@@ -57,6 +77,53 @@ def encode_leaf(value: Any, path: str) -> Any:
     )
 
 
+def describe_class(value: Any) -> str:
+    """Names the class of a dictionary, list or tuple: "dict", "Counter", "defaultdict(int)", ..."""
+    kind = type(value)
+    if kind in (dict, list, tuple) or _DERIVED.get(kind.__name__) is kind:
+        return kind.__name__
+    if kind is defaultdict:
+        factory = value.default_factory
+        name = getattr(factory, "__qualname__", str(factory))
+        # A function of the user's may have the name of a class.
+        known = _FACTORIES.get(f"defaultdict({name})", kind)
+        if factory is known:
+            return f"defaultdict({name})"
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def is_known_class(name: str) -> bool:
+    """Whether reading can make a container of this class."""
+    return name in ("dict", "list", "tuple") or name in _DERIVED or name in _FACTORIES
+
+
+def get_class(tree: Any) -> str | None:
+    """The class of a container that was encoded, as `describe_class` names it; None if it is none."""
+    match tree:
+        case list():
+            return "list"
+        case {"$tuple": _}:
+            return "tuple"
+        case {"$as": [str() as name, _]}:
+            return name
+        case dict() if len(tree) != 1 or "$dict" in tree or not next(iter(tree)).startswith("$"):
+            return "dict"
+    return None
+
+
+def has_only_values(tree: Any) -> bool:
+    """Whether what was encoded has no tensors, modules or other objects."""
+    if isinstance(tree, list):
+        return all(map(has_only_values, tree))
+    if not isinstance(tree, dict):
+        return True
+    if len(tree) == 1 and not {"$tensor", "$array", "$module", "$optimizer", "$ranks"}.isdisjoint(
+        tree
+    ):
+        return False
+    return all(map(has_only_values, tree.values()))
+
+
 def encode_dict(items: Mapping[Any, Any], path: str = "") -> Any:
     """A dictionary whose values are encoded already; the path is for errors."""
     if all(isinstance(key, str) and not key.startswith("$") for key in items):
@@ -64,31 +131,37 @@ def encode_dict(items: Mapping[Any, Any], path: str = "") -> Any:
     return {"$dict": [[encode_leaf(key, f"{path}, a key"), value] for key, value in items.items()]}
 
 
-def decode_tree(tree: Any, tensor: Callable[[str], Any]) -> Any:
+def decode_tree(tree: Any, tensor: Callable[[str], Any], *, is_plain: bool = False) -> Any:
     """Decodes a tree.
 
     Args:
         tree: JSON.
         tensor: function from a name to its tensor.
+        is_plain: whether containers of the user's classes become plain ones.
 
     Raises:
-        DataError: the tree was not written by this module.
+        DataError: the tree was not written by this module, or a container is of the user's class.
     """
     if isinstance(tree, list):
-        return [decode_tree(item, tensor) for item in tree]
+        return [decode_tree(item, tensor, is_plain=is_plain) for item in tree]
     if not isinstance(tree, dict):
         return tree
     if len(tree) == 1:
         ((kind, content),) = tree.items()
         if kind.startswith("$"):
             try:
-                return _decode_tagged(kind, content, tensor)
+                return _decode_tagged(kind, content, tensor, is_plain=is_plain)
+            except DataError:
+                raise
             except (TypeError, ValueError, KeyError) as error:
                 raise DataError(f"extra values: {kind} with content {content!r:.60}") from error
-    return {key: decode_tree(item, tensor) for key, item in tree.items()}
+    return {key: decode_tree(item, tensor, is_plain=is_plain) for key, item in tree.items()}
 
 
-def _decode_tagged(kind: str, content: Any, tensor: Callable[[str], Any]) -> Any:
+def _decode_tagged(kind: str, content: Any, tensor: Callable[[str], Any], *, is_plain: bool) -> Any:
+    def decode(item: Any) -> Any:
+        return decode_tree(item, tensor, is_plain=is_plain)
+
     match kind:
         case "$tensor":
             return tensor(content)
@@ -96,7 +169,7 @@ def _decode_tagged(kind: str, content: Any, tensor: Callable[[str], Any]) -> Any
             found = tensor(content)
             return found.numpy() if hasattr(found, "numpy") else found
         case "$tuple":
-            return tuple(decode_tree(item, tensor) for item in content)
+            return tuple(map(decode, content))
         case "$bytes":
             return base64.b64decode(content, validate=True)
         case "$bytearray":
@@ -109,12 +182,28 @@ def _decode_tagged(kind: str, content: Any, tensor: Callable[[str], Any]) -> Any
         case "$float":
             return float(content)
         case "$complex":
-            return complex(*(decode_tree(part, tensor) for part in content))
+            return complex(*map(decode, content))
         case "$dict":
-            return {decode_tree(k, tensor): decode_tree(v, tensor) for k, v in content}
+            return {decode(key): decode(value) for key, value in content}
+        case "$as":
+            return _make(*content, decode, is_plain=is_plain)
         case "$module" | "$optimizer" | "$ranks":
-            return decode_tree(content, tensor)
+            return decode(content)
     raise ValueError(f"unknown kind {kind}")
+
+
+def _make(name: str, content: Any, decode: Callable[[Any], Any], *, is_plain: bool) -> Any:
+    """Makes a container of a derived class."""
+    if name in _DERIVED:
+        return _DERIVED[name](decode(content))
+    if name in _FACTORIES:
+        return defaultdict(_FACTORIES[name], decode(content))
+    if is_plain:
+        return decode(content)
+    raise DataError(
+        f"expected a {name} in the state to load a saved {name} into, got none: its class is not "
+        f"made when reading; put one there before loading"
+    )
 
 
 def dump(tree: Any) -> bytes:

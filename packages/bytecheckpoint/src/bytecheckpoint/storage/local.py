@@ -276,7 +276,15 @@ def _make_folder(path: str) -> None:
     try:
         os.mkdir(path)
     except FileExistsError:
-        pass
+        if os.path.islink(path) and not os.path.exists(path):
+            raise ConfigError(
+                f"expected a folder at {path}, got a link to {os.path.realpath(path)}, which does "
+                f"not exist; mount its disk, make that folder, or choose another path"
+            ) from None
+        if os.path.isfile(path):
+            raise ConfigError(
+                f"expected a folder at {path}, got a file; choose another path"
+            ) from None
     except FileNotFoundError:
         _make_folder(os.path.dirname(path))
         _make_folder(path)
