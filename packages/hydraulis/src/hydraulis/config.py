@@ -24,6 +24,8 @@ __all__ = [
     "Cost",
     "Replica",
     "SequenceTooLong",
+    "check_cost",
+    "check_count",
     "check_lengths",
     "device_name",
     "keep_fitting",
@@ -34,12 +36,21 @@ __all__ = [
 _TOO_LONG = ("raise", "drop", "truncate")
 _VERSION = 1
 """Of a cost's file."""
+_MOST_TOKENS = 1 << 40
+"""Of a document: sums over many documents stay exact."""
 _ROUND = 128
 """Tokens to a multiple of which caps are rounded down."""
 _PASSES = 3.0
 """A dense product forward, and the two of its backward pass."""
 _ATTENTION_PASSES = 3.5
 """Two products forward; backward five, as flash attention computes the scores anew."""
+_SIZES = {
+    "heads": ("num_attention_heads", "n_head", "n_heads", "num_heads"),
+    "hidden": ("hidden_size", "n_embd", "d_model"),
+    "layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+    "mlp": ("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner", "dff"),
+}
+"""Names of a model's sizes in its config."""
 _ACTIVATION_BYTES = {1: 38, 2: 39, 4: 42, 8: 48}
 """Bytes of a layer's activations for each token and hidden unit of a shard, by tensor-parallel degree
 (from the published planner of Hydraulis, for 16-bit training without recomputation)."""
@@ -196,20 +207,39 @@ def training_operations(config: Any) -> tuple[float, float]:
     """Operations of training a decoder, forward and backward.
 
     Args:
-        config: of a Hugging Face causal LM of the Llama kind: gated MLP, grouped query heads.
+        config: of a Hugging Face causal LM; counted as of the Llama kind: gated MLP, grouped query
+            heads.
 
     Returns:
         Operations for each token squared (causal attention of a document), and for each token.
+
+    Raises:
+        ConfigError: the config lacks a size; names it.
     """
-    heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    heads, hidden = _size(config, "heads"), _size(config, "hidden")
+    head_dim = getattr(config, "head_dim", None) or hidden // heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    projections = config.hidden_size * head_dim * (2 * heads + 2 * kv_heads)
-    mlp = 3 * config.hidden_size * config.intermediate_size
-    layers = config.num_hidden_layers
-    weights = layers * (projections + mlp) + config.vocab_size * config.hidden_size
+    projections = hidden * head_dim * (2 * heads + 2 * kv_heads)
+    mlp = 3 * hidden * _size(config, "mlp", default=4 * hidden)
+    layers = _size(config, "layers")
+    weights = layers * (projections + mlp) + config.vocab_size * hidden
     # Half of the pairs of tokens, two products of 2 operations a pair and head unit.
     return _ATTENTION_PASSES * layers * 2.0 * heads * head_dim, _PASSES * 2.0 * weights
+
+
+def _size(config: Any, kind: str, default: int | None = None) -> int:
+    """A size of a model under any of the names that families give it."""
+    for name in _SIZES[kind]:
+        value = getattr(config, name, None)
+        if isinstance(value, int) and value > 0:
+            return value
+    if default is None:
+        raise ConfigError(
+            f"cost: expected a model's config with {_SIZES[kind][0]}, got {type(config).__name__} without; "
+            f"give a cost=hy.Cost(a=..., b=...), or one that is fitted to timings, see Cost.fit"
+        )
+    return default
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,23 +265,53 @@ class Replica:
                 raise ConfigError(f"Replica.{name}: expected at least 1, got {getattr(self, name)}")
 
 
+def check_count(name: str, value: Any) -> None:
+    """Refuses what is not a whole number of at least 1.
+
+    Raises:
+        ConfigError: it is not; names the argument.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise ConfigError(f"{name}: expected a whole number, got {value!r}")
+    if value < 1:
+        raise ConfigError(f"{name}: expected at least 1, got {value}")
+
+
+def check_cost(cost: Any, *, is_required: bool = False) -> None:
+    """Refuses what is not a `Cost`; None stands for the model's shape unless one is required.
+
+    Raises:
+        ConfigError: it is another object.
+    """
+    if not isinstance(cost, Cost) and (is_required or cost is not None):
+        raise ConfigError(
+            f"cost: expected a Cost, got {cost!r}; measure one by measure_cost, or fit one to timings by "
+            f"Cost.fit"
+        )
+
+
 def check_lengths(lengths: Sequence[float] | np.ndarray, name: str = "lengths") -> np.ndarray:
     """Lengths as int64.
 
     Raises:
         ConfigError: one is not a whole number above 0; says which.
     """
-    found = np.asarray(lengths)
+    try:
+        found = np.asarray(lengths)
+        numbers = found.astype(float)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ConfigError(f"{name}: expected a sequence of whole numbers, got {error}") from error
     if found.ndim != 1:
         raise ConfigError(f"{name}: expected a sequence of lengths, got the shape {found.shape}")
     if not found.size:
         return np.zeros(0, dtype=np.int64)
-    numbers = found.astype(float)
     wrong = ~(np.isfinite(numbers) & (numbers >= 1) & (numbers == np.floor(numbers)))
+    wrong |= numbers > _MOST_TOKENS
     if wrong.any():
         at = int(wrong.argmax())
         raise ConfigError(
-            f"{name}[{at}]: expected a whole number of tokens above 0, got {found[at]}"
+            f"{name}[{at}]: expected a whole number of tokens above 0 and at most {_MOST_TOKENS}, got "
+            f"{found[at]}"
         )
     return found.astype(np.int64)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hydraulis.config import Cost, SequenceTooLong, check_lengths
+from hydraulis.config import Cost, SequenceTooLong, check_cost, check_count, check_lengths
 from hydraulis.planner.steps import SYNCS, cut_steps, plan_ranks
 from shared.errors import ConfigError, DataError
 from shared.files import read_text
@@ -67,8 +67,13 @@ class BalancedBatchSampler:
     """Micro-batches of one rank, so that all ranks finish together; for a DataLoader's `batch_sampler`.
 
     A seeded shuffle is cut into steps; each step's documents are dispatched to the ranks and packed
-    under the cap, as many micro-batches on every rank. All ranks make the same plan from the same
-    arguments, so nothing is sent. Each document comes once an epoch.
+    under the cap. All ranks make the same plan from the same arguments, so nothing is sent. Each document
+    comes once an epoch.
+
+    Ranks have the same number of micro-batches in a step where documents allow it. Where they do not (three
+    documents above half the cap on two ranks), ranks' numbers differ with sync="step": take `steps()`, and
+    let ranks meet once a step. With sync="micro-batch" some micro-batches are then empty lists, which a
+    rank has to take part in with a row that nothing is learned of.
     """
 
     def __init__(
@@ -94,18 +99,20 @@ class BalancedBatchSampler:
             cap: most tokens of a micro-batch.
             seed: of the shuffle; the epoch is added.
             sync: "step" where ranks wait for one another after each step, "micro-batch" where they
-                do after each micro-batch, as under FSDP.
+                do after each micro-batch, as under FSDP and where gradients are summed in each.
 
         Raises:
             SequenceTooLong: a document exceeds the cap.
-            ConfigError: an argument outside its range, or fewer documents than ranks.
+            ConfigError: an argument is invalid, or there are fewer documents than ranks.
         """
+        for name, value in {
+            "tokens_per_step": tokens_per_step, "num_ranks": num_ranks, "cap": cap,
+        }.items():  # fmt: skip
+            check_count(name, value)
+        check_cost(cost, is_required=True)
         self.lengths = check_lengths(lengths)
-        if not 0 <= rank < num_ranks:
-            raise ConfigError(f"rank: expected 0 to {num_ranks - 1}, got {rank}")
-        for name, value in (("tokens_per_step", tokens_per_step), ("cap", cap)):
-            if value < 1:
-                raise ConfigError(f"{name}: expected at least 1, got {value}")
+        if isinstance(rank, bool) or rank not in range(num_ranks):
+            raise ConfigError(f"rank: expected 0 to {num_ranks - 1}, got {rank!r}")
         if sync not in SYNCS:
             raise ConfigError(f"sync: expected one of {', '.join(SYNCS)}, got {sync!r}")
         if len(self.lengths) < num_ranks:

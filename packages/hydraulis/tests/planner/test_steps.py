@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from hydraulis import Cost
 from hydraulis.planner.steps import cut_steps, plan_ranks, plan_slots
+from hydraulis.planner.steps.bins import fill_bins, split_bins
 from shared.errors import ConfigError
 
 COST = Cost(a=1e-6, b=1e-2, c=0.1)
@@ -69,8 +70,30 @@ def test_the_rank_with_least_so_far_takes_a_slots_largest():
 def test_too_few_documents_are_refused():
     with pytest.raises(ConfigError, match="for each of 4 ranks, got 3"):
         list(cut_steps(np.array([5, 5, 5]), np.arange(3), 100, 4))
-    with pytest.raises(ConfigError, match="5 documents of 500 tokens"):
-        plan_ranks([100] * 5, 4, COST, 100)
+
+
+def test_ranks_differ_or_wait_with_nothing_where_documents_allow_no_equal_numbers():
+    assert sorted(map(len, plan_ranks([100] * 5, 4, COST, 100))) == [1, 1, 1, 2]
+    ranks = plan_ranks([100] * 5, 4, COST, 100, "micro-batch")
+    assert sorted(sorted(map(len, parts)) for parts in ranks) == [[0, 1], [0, 1], [0, 1], [1, 1]]
+    # Three of half the room and more do not fit two ranks' equal numbers; one rank takes two.
+    assert sorted(map(len, plan_ranks([3000] * 3, 2, COST, 4096))) == [1, 2]
+
+
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=30), st.integers(1, 40))
+def test_bins_hold_every_document_once_and_can_be_split(lengths, count):
+    bins = fill_bins(np.array(lengths), np.arange(len(lengths)), 20)
+    assert len(bins) <= max(1, 2 * sum(lengths) // 20), "any two hold more than one could"
+    for parts in (bins, split_bins(bins, min(count, len(lengths)))):
+        assert sorted(i for part in parts for i in part) == list(range(len(lengths)))
+        assert all(part and sum(lengths[i] for i in part) <= 20 for part in parts)
+    assert len(split_bins(bins, min(count, len(lengths)))) >= min(count, len(lengths))
+
+
+def test_bins_take_the_fullest_that_has_room():
+    assert sorted(map(sorted, fill_bins(np.array([6, 5, 4, 3, 2]), np.arange(5), 10))) == [
+        [0, 2], [1, 3, 4],
+    ]  # fmt: skip
 
 
 def test_an_unknown_way_to_wait_is_refused():

@@ -252,8 +252,8 @@ def limited(most_tokens, faulty, settings):
         if Group.world().rank == faulty and sizes[-1] > most_tokens:
             raise torch.OutOfMemoryError("no memory left")
 
-    model.model.register_forward_pre_hook(run_out, with_kwargs=True)
     engine = Engine(model, SGD, **settings)
+    model.model.register_forward_pre_hook(run_out, with_kwargs=True)
     loader = StepLoader(documents(OOM_LENGTHS), engine, tokens_per_step=60, seed=1)
     losses = [engine.step(step).loss for step in loader]
     return losses, engine.state_dict(), engine.num_lowered, loader.steps(0), sizes[-1]
@@ -292,8 +292,8 @@ def out_of_memory_again_and_again():
         if Group.world().rank == 1 and inputs["input_ids"].shape[1] > 2:
             raise torch.OutOfMemoryError("no memory left")
 
-    model.model.register_forward_pre_hook(run_out, with_kwargs=True)
     engine = Engine(model, SGD, max_tokens=30, strategy="cp1")
+    model.model.register_forward_pre_hook(run_out, with_kwargs=True)
     with pytest.raises(ConfigError, match=r"memory ran out 4 times, at last with 21 tokens a rank"):
         engine.step(documents(OOM_LENGTHS))
     return all(torch.equal(value, before[name]) for name, value in engine.state_dict().items())
@@ -325,8 +325,8 @@ def short_of_memory_in_a_layer():
     def run_out(*_):
         raise torch.OutOfMemoryError("no memory left")
 
-    model.model.layers[1].register_forward_pre_hook(run_out)
     engine = Engine(model, SGD, max_tokens=64)
+    model.model.layers[1].register_forward_pre_hook(run_out)
     with pytest.raises(torch.OutOfMemoryError) as told:
         engine.step(documents(LENGTHS))
     return told.value.__notes__, engine.num_lowered
@@ -346,8 +346,8 @@ def trained_with_less_memory(lengths, too_long):
         if inputs["input_ids"].shape[1] > 16:
             raise torch.OutOfMemoryError("no memory left")
 
-    model.model.register_forward_pre_hook(run_out, with_kwargs=True)
     engine = Engine(model, partial(torch.optim.SGD, lr=0.0), max_tokens=20, strategy="cp1")
+    model.model.register_forward_pre_hook(run_out, with_kwargs=True)
     loader = StepLoader(documents(lengths), engine, tokens_per_step=90, seed=1, too_long=too_long)
     losses = [engine.step(step).loss for step in loader]
     return losses, loader.steps(0), engine.num_lowered

@@ -103,7 +103,7 @@ def recomputed(settings):
         model.gradient_checkpointing_enable({"use_reentrant": False})
 
     engine = make_engine(prepare=prepare, **settings)
-    with mock.patch("hydraulis.runtime.attention.attend_documents", counted):
+    with mock.patch("hydraulis.runtime.attention.by_document.attend_documents", counted):
         losses = [engine.step(documents(lengths)).loss for lengths in BATCHES[:2]]
     return losses, engine.state_dict(), len(calls)
 
@@ -253,7 +253,7 @@ def uneven():
             time.sleep(0.02)
         return attend_documents(query, *given)
 
-    with mock.patch("hydraulis.runtime.attention.attend_documents", attend_slowly):
+    with mock.patch("hydraulis.runtime.attention.by_document.attend_documents", attend_slowly):
         for _ in range(3):
             engine.step(texts)
     assert Group.world().world_size == 4

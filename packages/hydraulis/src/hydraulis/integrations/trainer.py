@@ -6,27 +6,27 @@ exactly so many, without padding, so that the ranks of a step end together.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator, Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from functools import partial
-from math import ceil
 from typing import Any, TypeVar
 
-import numpy as np
+import torch
 from torch.utils.data import DataLoader
-from transformers import DataCollatorWithFlattening, Trainer
+from transformers import (
+    DataCollatorWithFlattening,
+    DataCollatorWithPadding,
+    Trainer,
+    default_data_collator,
+)
 
-from hydraulis.config import Cost, check_lengths, keep_fitting
-from hydraulis.planner.steps import cut_evenly, plan_slots
-from hydraulis.runtime.attention import use_document_attention
-from shared.errors import ConfigError, DataError
+from hydraulis.config import Cost, check_cost, check_count
+from hydraulis.integrations.rows import DocumentRows, collate, count_tokens
+from hydraulis.integrations.step_sampler import StepSampler
+from hydraulis.runtime.attention import check_isolation, hook_documents
+from shared.errors import ConfigError
 
 __all__ = ["balance"]
-
-log = logging.getLogger(__name__)
-
-_FILLED = 0.85
-"""Share of a step's room that is filled: what lets micro-batches of equal seconds have unequal tokens."""
 
 TrainerT = TypeVar("TrainerT", bound=Trainer)
 
@@ -41,18 +41,21 @@ def balance(
 ) -> TrainerT:
     """Makes a Trainer take balanced, packed batches; call it before `trainer.train()`.
 
-    `per_device_train_batch_size` and the Trainer's own collator count no longer: documents' tokens
-    fill the micro-batches. Attention goes by document, and the loss is over all tokens of a step (the
-    Trainer's `average_tokens_across_devices`). `save_steps`, callbacks, resuming and evaluation are the
-    Trainer's, as before.
+    Every document is in exactly one step of each epoch, and all epochs have the same number of steps.
+    `per_device_train_batch_size` does not count: documents' tokens fill the micro-batches. Attention goes
+    by document, and the loss is over all tokens of a step (the Trainer's
+    `average_tokens_across_devices`). `save_steps`, callbacks, resuming and evaluation are the Trainer's.
+
+    A collator of your own is called with one row at a time, and what it makes of it is packed. Pads that
+    an attention mask names are cut off, on either side.
 
     Args:
         trainer: with a training set of rows that have `input_ids`, and `labels` where not all tokens
-            are learned.
+            are learned; with `attention_mask` where they are padded.
         max_tokens: most tokens of a micro-batch.
         cost: seconds of a micro-batch; from the model's shape by default, see `measure_cost`.
-        lengths: tokens of all documents; by default the data set's column that
-            `args.length_column_name` names, else each row is asked.
+        lengths: tokens of all documents, which rows are compared with as they are read; by default
+            the data set's column that `args.length_column_name` names, else each row is asked.
         too_long: what becomes of documents of more than `max_tokens`: "raise", "drop", or "truncate".
 
     Returns:
@@ -60,23 +63,25 @@ def balance(
 
     Raises:
         SequenceTooLong: a document exceeds `max_tokens`, unless it is to be dropped or cut.
-        ConfigError: an argument outside its range, ranks that weigh tokens unlike, or the training set has no length, or fewer documents than a step needs.
-        DataError: a row has no `input_ids`.
+        ConfigError: an argument is invalid, ranks weigh tokens differently, the training set has no
+            length, the model's loss is no sum over tokens, or its layers let packed documents see one
+            another; see `use_document_attention`.
+        DataError: a row has no `input_ids`, is not as long as `lengths` says, or brings what cannot be
+            packed.
     """
     args, rows = trainer.args, trainer.train_dataset
+    check_count("max_tokens", max_tokens)
+    check_cost(cost)
     if rows is None or not hasattr(rows, "__len__"):
         raise ConfigError(
             f"balance: expected a training set with a length, got {type(rows).__name__}; documents "
             f"cannot be balanced before their lengths are known"
         )
-    if args.world_size > 1 and not args.average_tokens_across_devices:
-        raise ConfigError(
-            "balance: expected average_tokens_across_devices=True, got False; ranks have unlike numbers "
-            "of tokens, and the loss would weigh them wrongly"
-        )
+    _check_loss(trainer)
     model: Any = trainer.model
-    sampler = _StepSampler(
-        _lengths(rows, args.length_column_name) if lengths is None else lengths,
+    limits = check_isolation(model)
+    sampler = StepSampler(
+        count_tokens(rows, args.length_column_name) if lengths is None else lengths,
         cost=Cost.of_model(model.config) if cost is None else cost,
         cap=max_tokens,
         num_ranks=args.world_size,
@@ -85,103 +90,72 @@ def balance(
         seed=args.seed if args.data_seed is None else args.data_seed,
         too_long=too_long,
     )
-    use_document_attention(model)
-    loader = partial(
-        _Loader, rows, sampler, collate_fn=partial(_collate, max_tokens=max_tokens),
-        num_workers=args.dataloader_num_workers, pin_memory=args.dataloader_pin_memory,
+    limits.check(sampler.longest)
+    documents = DocumentRows(
+        rows, sampler.all_lengths, max_tokens, collator=_own_collator(trainer),
+        keeps_columns=not args.remove_unused_columns, arguments=inspect.signature(_causal_model(model).forward).parameters,
+        has_relative_positions=limits.has_relative_positions,
     )  # fmt: skip
-    trainer.get_train_dataloader = loader
+    hook_documents(model, limits)
+    trainer.get_train_dataloader = partial(
+        _Loader, documents, sampler, collate_fn=collate,
+        num_workers=args.dataloader_num_workers, pin_memory=args.dataloader_pin_memory,
+        persistent_workers=args.dataloader_persistent_workers,
+        prefetch_factor=args.dataloader_prefetch_factor,
+    )  # fmt: skip
+    trainer.get_batch_samples = partial(_batch_samples, trainer.get_batch_samples)
     return trainer
 
 
-class _Loader(DataLoader):
-    """The Trainer tells it the epoch."""
+def _check_loss(trainer: Trainer) -> None:
+    """Refuses a Trainer whose loss is not summed over tokens and divided by the step's tokens."""
+    args = trainer.args
+    if args.world_size > 1 and not args.average_tokens_across_devices:
+        raise ConfigError(
+            "balance: expected average_tokens_across_devices=True, got False; ranks have different "
+            "numbers of tokens, and the loss would weigh them wrongly"
+        )
+    if args.n_gpu > 1:
+        raise ConfigError(
+            f"balance: expected one GPU a process, got {args.n_gpu}; start a process for each by torchrun, "
+            f"or hide the others by CUDA_VISIBLE_DEVICES"
+        )
+    if not (trainer.model_accepts_loss_kwargs or trainer.compute_loss_func):
+        raise ConfigError(
+            f"balance: expected a model whose loss takes num_items_in_batch, got "
+            f"{type(trainer.model).__name__}, which means over each micro-batch; give the Trainer a "
+            f"compute_loss_func that divides by num_items_in_batch"
+        )
 
-    def __init__(self, rows: Any, sampler: _StepSampler, **settings: Any) -> None:
+
+def _causal_model(model: Any) -> Any:
+    """The model itself, without adapters around it."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _own_collator(trainer: Trainer) -> Callable[[list[Any]], Any] | None:
+    """The collator that the user gave; None for those that only pad or flatten rows."""
+    collator: Any = trainer.data_collator
+    plain = (DataCollatorWithFlattening, DataCollatorWithPadding)
+    if collator is default_data_collator or type(collator) in plain:
+        return None
+    return collator
+
+
+def _batch_samples(
+    take: Callable[..., tuple[list[Any], Any]], *args: Any, **settings: Any
+) -> tuple[list[Any], Any]:
+    """Takes a step's micro-batches, whose losses are divided by 1 where no token has a label."""
+    batches, num_labels = take(*args, **settings)
+    return batches, num_labels.clamp(min=1) if torch.is_tensor(num_labels) else num_labels
+
+
+class _Loader(DataLoader):
+    """A loader that passes the Trainer's epoch on to its sampler."""
+
+    def __init__(self, rows: Any, sampler: StepSampler, **settings: Any) -> None:
         super().__init__(rows, batch_sampler=sampler, **settings)
         self._sampler = sampler
 
     def set_epoch(self, epoch: int) -> None:
         self._sampler.set_epoch(epoch)
-
-
-class _StepSampler:
-    """One rank's micro-batches, as many in every step: indices of documents; some may be empty."""
-
-    def __init__(
-        self,
-        lengths: Sequence[int],
-        *,
-        cost: Cost,
-        cap: int,
-        num_ranks: int,
-        rank: int,
-        slots: int,
-        seed: int,
-        too_long: str,
-    ) -> None:
-        if cap < 1:
-            raise ConfigError(f"max_tokens: expected at least 1, got {cap}")
-        known = check_lengths(lengths)
-        self._kept = keep_fitting(known, cap, too_long)
-        self.lengths = np.minimum(known, cap)
-        if len(self._kept) < num_ranks:
-            raise ConfigError(
-                f"expected at least a document for each of {num_ranks} ranks, got {len(self._kept)} of "
-                f"at most {cap} tokens"
-            )
-        room = _FILLED * cap * num_ranks * slots
-        self.num_steps = min(ceil(int(self.lengths[self._kept].sum()) / room), len(self._kept))
-        self.cost, self.cap, self.num_ranks, self.rank = cost, cap, num_ranks, rank
-        self.slots, self.seed = slots, seed
-        self._epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        self._epoch = epoch
-
-    def __len__(self) -> int:
-        return self.num_steps * self.slots
-
-    def __iter__(self) -> Iterator[list[int]]:
-        order = np.random.default_rng((self.seed, self._epoch)).permutation(self._kept)
-        num_taken = 0
-        for step, planned in cut_evenly(self.lengths, order, self.num_steps, self._plan):
-            num_taken += len(step)
-            for part in planned[self.rank]:
-                yield step[part].tolist()
-        if num_taken < len(order):
-            log.warning(
-                "%d of %d documents did not fit into the last step of epoch %d, and are left out of it",
-                len(order) - num_taken, len(order), self._epoch,
-            )  # fmt: skip
-
-    def _plan(self, step: np.ndarray) -> list[list[list[int]]] | None:
-        return plan_slots(
-            self.lengths[step], self.num_ranks, self.cost, self.cap, self.slots, may_be_empty=True
-        )
-
-
-def _lengths(rows: Any, column: str) -> list[int]:
-    """Tokens of each row, read once."""
-    if column in (getattr(rows, "column_names", None) or ()):
-        return [int(length) for length in rows[column]]
-    found = []
-    for number in range(len(rows)):
-        row = rows[number]
-        if "input_ids" not in row:
-            raise DataError(
-                f"balance: expected row {number} to have input_ids, got {', '.join(map(str, row))}; "
-                f"tokenise the training set first"
-            )
-        found.append(len(row["input_ids"]))
-    return found
-
-
-def _collate(rows: list[dict[str, Any]], *, max_tokens: int) -> dict[str, Any]:
-    """A packed row with its documents' ends; where there are none, tokens that nothing is learned of."""
-    nothing = {"input_ids": [0, 0], "labels": [-100, -100]}
-    kept = [
-        {name: row[name][:max_tokens] for name in ("input_ids", "labels") if name in row}
-        for row in rows
-    ]
-    return DataCollatorWithFlattening(return_flash_attn_kwargs=True)(kept or [nothing])

@@ -18,12 +18,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from hydraulis.config import Cost
+from hydraulis.config import Cost, check_cost, check_count
 from hydraulis.planner.proposals import Candidate
 from hydraulis.planner.replicas import MovedBytes, ReplicaPlan, read_strategy
 from hydraulis.planner.schedule import StepPlan
 from hydraulis.runtime.agreement import check_agreed
+from hydraulis.runtime.attention import check_isolation
 from hydraulis.runtime.degrees import DegreeRunner, read_degree
+from hydraulis.runtime.loss import check_family
 from hydraulis.runtime.records import StepRecord, TrainingReport
 from hydraulis.runtime.replicas import ReplicaRunner
 from hydraulis.runtime.steps import PlannedStep, to_tokens
@@ -105,8 +107,8 @@ class Engine:
                 not a plain product's.
             CommError: ranks were given unlike arguments; names them.
         """
-        if max_tokens < 1:
-            raise ConfigError(f"max_tokens: expected at least 1, got {max_tokens}")
+        check_count("max_tokens", max_tokens)
+        check_cost(cost)
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise ConfigError(f"max_grad_norm: expected more than 0, got {max_grad_norm}")
         if isinstance(optimizer, torch.optim.Optimizer):
@@ -128,10 +130,16 @@ class Engine:
         cost.check_device(next(model.parameters()).device)
         # Before the ranks make groups, in which those that disagree would wait for one another.
         sets = [one.shapes for one in candidates or ()]
+        problem = None
+        try:
+            check_family(model)
+            self._limits = check_isolation(model, is_engine=True)
+        except ConfigError as error:
+            problem = error
         check_agreed(
             self.group, "engine: expected the same arguments",
             repr((max_tokens, cost, message_s, strategy, sets, max_grad_norm)),
-            "give all ranks the same max_tokens, cost, strategy and candidates",
+            "give all ranks the same max_tokens, cost, strategy and candidates", problem=problem,
         )  # fmt: skip
         degree = None if strategy is None else read_degree(strategy, self.num_ranks)
         self._runner: DegreeRunner | ReplicaRunner
@@ -160,8 +168,23 @@ class Engine:
         return self._runner.max_document
 
     def plan(self, lengths: Sequence[int] | np.ndarray) -> StepPlan | ReplicaPlan:
-        """Plans a step of documents of these lengths; every rank finds the same."""
-        return self._runner.plan(lengths)
+        """Plans a step of documents of these lengths; every rank finds the same.
+
+        Raises:
+            SequenceTooLong: a document exceeds what all ranks hold together.
+            ConfigError: a document is longer than the model computes packed as alone.
+        """
+        plan = self._runner.plan(lengths)
+        self.check_longest(max(plan.lengths))
+        return plan
+
+    def check_longest(self, num_tokens: int) -> None:
+        """Refuses documents that are longer than the model computes packed as alone.
+
+        Raises:
+            ConfigError: a sliding window or rotary angles that depend on the longest document.
+        """
+        self._limits.check(num_tokens)
 
     def step(self, step: PlannedStep | Sequence[Any]) -> StepResult:
         """Computes a step's gradients and updates the parameters; every rank calls it alike.

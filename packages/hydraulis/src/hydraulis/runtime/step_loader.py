@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hydraulis.config import check_lengths, keep_fitting
+from hydraulis.config import check_count, check_lengths, keep_fitting
 from hydraulis.planner.replicas import ReplicaPlan
 from hydraulis.planner.schedule import StepPlan
 from hydraulis.planner.steps import cut_steps
@@ -66,14 +66,14 @@ class StepLoader:
             SequenceTooLong: there is such a document, unless it is to be dropped or cut.
             ConfigError: no document is left, or an argument outside its range.
         """
-        if tokens_per_step < 1:
-            raise ConfigError(f"tokens_per_step: expected at least 1, got {tokens_per_step}")
+        check_count("tokens_per_step", tokens_per_step)
         known = check_lengths([len(one) for one in documents] if lengths is None else lengths)
         if len(known) != len(documents):
             raise ConfigError(
                 f"lengths: expected one for each of {len(documents)} documents, got {len(known)}"
             )
-        keep_fitting(known, engine.max_document, too_long)
+        kept = keep_fitting(known, engine.max_document, too_long)
+        engine.check_longest(min(int(known[kept].max()), engine.max_document))
         self._lengths, self._too_long = known, too_long
         self.documents, self.engine = documents, engine
         self.tokens_per_step, self.seed = tokens_per_step, seed
