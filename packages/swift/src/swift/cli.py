@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import isfinite
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -12,6 +13,9 @@ import tyro
 
 from shared.cli import Command, DemoOptions, JsonOption, run_command
 from shared.errors import ConfigError
+from swift.membership.client import parse_address
+from swift.membership.record import expect_picture
+from swift.membership.settings import Launch, Settings
 from swift.pipeline.commands import PlanLogs, Simulate, VerifyLog
 
 __all__ = ["main"]
@@ -84,40 +88,53 @@ class RunScript:
                 f"{self.node_rank}; give the number of hosts by --nnodes, and number them from 0"
             )
 
-    def execute(self) -> int:
-        """Supervises the run to its end."""
-        from swift.membership.coordinator import Settings
-        from swift.membership.first_host import FirstHost, listen
-        from swift.membership.host_loop import environment
-        from swift.membership.other_host import OtherHost
-        from swift.membership.record import FailureRecord
-        from swift.membership.supervisor import Launch
+        if not 0 <= self.master_port <= 65535:
+            raise ConfigError(
+                f"--master-port: expected 0 to 65535, got {self.master_port}; leave it out for a free one, "
+                f"or 29500 on several hosts"
+            )
+        if self.picture is not None:
+            expect_picture(self.picture)
+        # Made here, so that what is wrong with them is wrong usage, and said before torch is imported.
+        self._settings()
+        self._launch()
 
+    def _settings(self) -> Settings:
         total = self.n * self.nnodes
-        settings = Settings(
+        return Settings(
             num_ranks=total,
             min_ranks=total if self.min_ranks is None else self.min_ranks,
             wait_s=self.wait,
             backend=self.backend,
             timeout_s=self.timeout,
         )
-        launch = Launch(
+
+    def _launch(self) -> Launch:
+        return Launch(
             script=self.script,
             host=self.node_rank,
             ranks=tuple(range(self.node_rank * self.n, (self.node_rank + 1) * self.n)),
             num_spares=self.spares,
-            world_size=total,
+            world_size=self.n * self.nnodes,
             heartbeat_s=self.heartbeat,
             preload=self.preload,
-            env=environment(is_single=self.nnodes == 1),
         )
+
+    def execute(self) -> int:
+        """Supervises the run to its end."""
+        from swift.membership.first_host import FirstHost, listen
+        from swift.membership.host_loop import environment
+        from swift.membership.other_host import OtherHost
+        from swift.membership.record import FailureRecord
+
+        launch = replace(self._launch(), env=environment(is_single=self.nnodes == 1))
         port = self.master_port or (0 if self.nnodes == 1 else 29500)
         if self.node_rank:
             with OtherHost(launch, (self.master_addr, port), self.wait) as other:
                 return other.run()
         listener = listen(self.master_addr, port)
         record = FailureRecord(self.report, self.picture)
-        with FirstHost(launch, settings, listener, record) as first:
+        with FirstHost(launch, self._settings(), listener, record) as first:
             return first.run(self.master_addr)
 
 
@@ -133,6 +150,10 @@ class Status(JsonOption):
     at: str | None = None
     """Address of the first supervisor, host:port; that of this host's newest run by default."""
 
+    def __post_init__(self) -> None:
+        if self.at is not None:
+            parse_address(self.at)
+
     def execute(self) -> None:
         """Prints a line a process."""
         from swift.membership.client import ask
@@ -145,6 +166,9 @@ class Status(JsonOption):
             title = f"rank {one['rank']}" if one["rank"] is not None else "spare"
             state = "" if one["is_ready"] else ", starting"
             lines.append(f"{title:<8} host {one['host']}, step {one['step']}{state}")
+        lines += [f"spare    {one['how']}, host {one['host']}" for one in found["lost_spares"]]
+        if not any(one["rank"] is None for one in found["processes"]):
+            lines.append("no spare is left")
         if found["failures"]:
             lines.append(describe_failures(found["failures"]))
         self.print_result(found, "\n".join(lines))
@@ -167,6 +191,15 @@ class Inject(JsonOption):
     """How long a host is cut off."""
     at: str | None = None
     """Address of the first supervisor, host:port; that of this host's newest run by default."""
+
+    def __post_init__(self) -> None:
+        if self.at is not None:
+            parse_address(self.at)
+        if self.rank < 0 or not (isfinite(self.seconds) and self.seconds > 0):
+            raise ConfigError(
+                f"expected a rank of 0 or more and --seconds above 0, got {self.rank} and "
+                f"{self.seconds:g}; see meshyard-swift status for the ranks"
+            )
 
     def execute(self) -> None:
         """Asks the run's first supervisor to do it."""

@@ -96,10 +96,10 @@ class RecoveryReport:
         self.records.append(record)
         return record
 
-    def add_difference(self, difference: str) -> dict[str, Any]:
-        """Adds how the repeated step differs to the newest recovery's record, and returns that."""
-        self.records[-1]["difference"] = difference
-        return self.records[-1]
+    def add_difference(self, difference: str) -> None:
+        """Adds to the newest recovery's record how its torn step came out when it was repeated."""
+        if self.records:
+            self.records[-1]["difference"] = difference
 
 
 def read_failures(path: str | Path) -> list[dict[str, Any]]:

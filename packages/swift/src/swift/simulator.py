@@ -48,7 +48,7 @@ class Training:
 
     def __post_init__(self) -> None:
         """Checks the numbers."""
-        if self.num_steps < 1 or not self.step_s > 0 or self.checkpoint_s < 0:
+        if self.num_steps < 1 or not self.step_s > 0 or not self.checkpoint_s >= 0:
             raise ConfigError(
                 f"expected num_steps and step_s above 0 and checkpoint_s of at least 0, got "
                 f"{self.num_steps}, {self.step_s} and {self.checkpoint_s}"
@@ -71,7 +71,7 @@ class Recovery:
 
     def __post_init__(self) -> None:
         """Checks the numbers."""
-        if self.outage_s < 0 or self.repeat_step_s < 0:
+        if not self.outage_s >= 0 or not self.repeat_step_s >= 0:
             raise ConfigError(
                 f"expected seconds of at least 0, got {self.outage_s} and {self.repeat_step_s}"
             )

@@ -5,7 +5,8 @@ Of these, `turns` is what a process is like that starts after step 2, `holds_s` 
 holds Python's lock in step 3, once, so that it sends no heartbeats; with `is_built_unlike` every rank
 begins with other weights; `spoils` is a rank and a step, of which it changes the gradients when
 another rank is lost; `strays` is a rank and a step, at whose end it changes a weight's last bit; and
-`lags` is a rank and a step, in which it hears of a loss before it has updated anything.
+`lags` is a rank and a step, in which it hears of a loss before it has updated anything. With `idiom`
+it trains by torch's own backward and step; with `iterates` it adds noise from a generator of its own.
 """
 
 import ctypes
@@ -14,7 +15,7 @@ import json
 import os
 import sys
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import torch
@@ -105,6 +106,8 @@ def main() -> None:
         with open(folder / "states", "a") as file:
             file.write(f"{step} {found:016x} {run.rank} {time.time()} {os.getpid()}\n")
 
+    noise = torch.Generator().manual_seed(5)
+
     def step(i: int) -> None:
         assert os.environ["RANK"] == str(run.rank), "a spare's as well"
         tell(i)
@@ -117,9 +120,15 @@ def main() -> None:
             has_lagged.append(True)
             opt.update = refuse
         x, y = data[i]
+        if given.get("iterates"):
+            x = x + torch.randn(x.shape, generator=noise)
         factor = 1e38 if i in given.get("overflows", ()) else 1.0
         for half in (slice(0, None, 2), slice(1, None, 2)):
             loss = torch.nn.functional.cross_entropy(dp(x[half]), y[half]) / 2
+            if given.get("idiom"):
+                with nullcontext() if half.start else dp.no_sync():
+                    loss.backward()
+                continue
             try:
                 dp.backward(loss * factor, update=half.start == 1)
             except CommError:
@@ -127,6 +136,10 @@ def main() -> None:
                 for one in model.parameters() if given.get("spoils") == [run.rank, i] else ():
                     one.grad.mul_(2)
                 raise
+        if given.get("idiom"):
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            opt.step()
+            opt.zero_grad()
         schedule.step()
         if given.get("strays") == [run.rank, i]:
             next(model.parameters()).data.view(torch.int32)[0, 0] ^= 1

@@ -91,6 +91,32 @@ def test_kills_while_it_recovers_and_sgd_with_clipping(driver, tmp_path, undistu
     assert "wait for its last sum: clip_norm" in (tmp_path / "report-0").read_text()
 
 
+def test_kills_under_torchs_own_backward_and_step(driver, tmp_path, undisturbed):
+    faults = [
+        {"rank": 1, "recovery": 0, "step": 1, "point": "start", "bucket": 2},
+        {"rank": 2, "recovery": 1, "step": 4, "point": "reduce", "bucket": 1},
+        {"rank": 0, "recovery": 2, "step": 6, "point": "update", "bucket": 0, "after_s": 0.2},
+        {"rank": 1, "recovery": 3, "step": 9, "point": "finish"},
+    ]
+    given = {"steps": STEPS, "idiom": True}
+    driver.train(tmp_path, "-n", "3", "--spares", "3", faults=faults, **given)
+    told = check(tmp_path, undisturbed(idiom=True), 4)
+    assert all(not one["difference"] for each in told for one in each["ranks"].values())
+
+
+def test_a_torn_step_that_is_repeated_otherwise_is_said(driver, tmp_path):
+    faults = [{"rank": 2, "recovery": 0, "step": 3, "point": "reduce", "bucket": 0}]
+    given = {"steps": 5, "iterates": True, "faults": faults}
+    printed = driver.train(tmp_path, "-n", "3", "--spares", "1", **given)
+    for rank in range(2):
+        assert f"rank {rank}: step 3 was repeated, but its gradients differ from those" in printed
+    (told,) = launching.failures(tmp_path)
+    assert [
+        "difference" in one and bool(one["difference"]) for one in told["ranks"].values()
+    ].count(True) == 2
+    assert "Rank 0: step 3 was repeated" in (tmp_path / "report-0").read_text()
+
+
 @pytest.mark.parametrize(
     "point",
     ["join", *(pytest.param(one, marks=pytest.mark.slow) for one in ("load", "verify"))],

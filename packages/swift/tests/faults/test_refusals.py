@@ -13,7 +13,7 @@ import torch
 import swift
 from shared.errors import ConfigError
 from swift.membership.first_host import listen
-from swift.membership.supervisor import Launch
+from swift.membership.settings import Launch
 
 
 def launch(**changes):

@@ -1,7 +1,8 @@
 import pytest
 
 from shared.errors import ConfigError
-from swift.membership.coordinator import Coordinator, Process, Settings
+from swift.membership.coordinator import Coordinator, Process
+from swift.membership.settings import Settings
 
 PRINT = {"code": "a", "training": {"parameters": ["w [2]"], "can_shrink": True}}
 PART = {**PRINT, "training": {"can_shrink": False}}

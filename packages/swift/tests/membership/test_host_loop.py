@@ -8,7 +8,8 @@ import pytest
 from shared.errors import ConfigError
 from swift.membership import host_loop
 from swift.membership.host_loop import HostLoop
-from swift.membership.supervisor import Ended, Launch
+from swift.membership.settings import Launch
+from swift.membership.supervisor import Ended
 
 KILLED = "was killed by signal 11 (SIGSEGV)"
 

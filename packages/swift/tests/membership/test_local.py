@@ -10,7 +10,8 @@ import pytest
 from shared.comms.launch.forking import Forked
 from swift.membership import supervisor
 from swift.membership.channel import ControlChannel
-from swift.membership.supervisor import Launch, Local
+from swift.membership.settings import Launch
+from swift.membership.supervisor import Local
 
 
 @pytest.mark.parametrize("kind", ["world", "interrupt"])

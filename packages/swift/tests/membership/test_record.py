@@ -6,10 +6,10 @@ import re
 import pytest
 
 from shared.errors import ConfigError
-from swift.membership.coordinator import Settings
 from swift.membership.first_host import FirstHost, listen
 from swift.membership.record import FailureRecord
-from swift.membership.supervisor import Ended, Launch
+from swift.membership.settings import Launch, Settings
+from swift.membership.supervisor import Ended
 
 ACCOUNT = {
     "epoch": 1, "rank": 0, "lost": [], "reason": "", "target": 3, "world_size": 2,

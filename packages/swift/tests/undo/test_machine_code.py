@@ -10,7 +10,8 @@ from unittest.mock import patch
 import pytest
 
 from swift.membership import supervisor
-from swift.membership.supervisor import Launch, Local
+from swift.membership.settings import Launch
+from swift.membership.supervisor import Local
 from swift.undo import machine_code
 
 COUNTS = """

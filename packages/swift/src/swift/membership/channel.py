@@ -9,9 +9,36 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
-__all__ = ["ControlChannel"]
+__all__ = ["ControlChannel", "is_known"]
 
 _SEND_S = 5.0
+
+_Types = type | tuple[type, ...]
+_RANK = (int, type(None))
+_FIELDS: dict[str, dict[str, _Types]] = {
+    # Of other hosts' supervisors.
+    "hello": {
+        "host": int,
+        "start": str,
+        "world_size": int,
+        "num_ranks": int,
+        "heartbeat_s": (int, float),
+        "starts": list,
+    },
+    "started": {"name": str, "rank": _RANK},
+    "from": {"name": str, "message": dict},
+    "gone": {
+        "name": str,
+        "how": str,
+        "status": (int, type(None)),
+        "silent_s": (int, float),
+    },
+    "beat": {},
+    # Of commands.
+    "status": {},
+    "inject": {"fault": str, "rank": int, "seconds": (int, float)},
+}
+"""What may come over the first supervisor's port: by kind, what a message must have."""
 
 
 class ControlChannel:
@@ -103,3 +130,11 @@ class ControlChannel:
 
 
 _TIMEVAL = int(_SEND_S).to_bytes(8, "little") + bytes(8)
+
+
+def is_known(message: dict[str, Any]) -> bool:
+    """Whether a message is of a kind that a supervisor or a command sends, with all its fields."""
+    fields = _FIELDS.get(str(message.get("kind")))
+    return fields is not None and all(
+        name in message and isinstance(message[name], types) for name, types in fields.items()
+    )

@@ -11,11 +11,13 @@ from shared.errors import CommError, ConfigError
 from shared.process_mark import is_alive
 from swift.membership.channel import ControlChannel
 
-__all__ = ["RUN_PREFIX", "ask", "describe_stranger"]
+__all__ = ["RUN_PREFIX", "ask", "describe_stranger", "parse_address"]
 
 RUN_PREFIX = "meshyard-swift-"
 """Folders of runs, in the folder for temporary files, begin with it."""
 WAIT_S = 5.0
+START_S = 60.0
+"""Longest wait for a run of this host, which answers once it has imported torch and started its processes."""
 
 
 def ask(address: str | None, request: dict[str, Any]) -> dict[str, Any]:
@@ -29,19 +31,26 @@ def ask(address: str | None, request: dict[str, Any]) -> dict[str, Any]:
         The answer.
 
     Raises:
-        ConfigError: there is no such run, or it cannot do what was asked.
+        ConfigError: the address cannot be parsed, there is no such run, or it cannot do what was asked.
         CommError: it does not answer, or something else does.
     """
-    host, _, port = (address or _newest()).rpartition(":")
+    host, port = parse_address(address or _newest())
     try:
-        channel = ControlChannel.connect((host, int(port)), WAIT_S)
-    except (OSError, ValueError) as error:
+        channel = ControlChannel.connect((host, port), WAIT_S)
+    except OSError as error:
         raise CommError(
             f"expected a run's first supervisor at {host}:{port}, got {error}; is it running?"
         ) from error
     channel.send(request)
-    if not select.select([channel], [], [], WAIT_S)[0]:
-        raise CommError(describe_stranger(host, port, f"no answer in {WAIT_S:g} s"))
+    limit_s = START_S if address is None else WAIT_S
+    if not select.select([channel], [], [], limit_s)[0]:
+        if address is None:
+            raise CommError(
+                f"the run at {host}:{port} lives, but has not answered in {limit_s:g} s; it is starting, or "
+                f"stopped: ask again later"
+            )
+        gave = f"no answer in {limit_s:g} s, or it is a run that is starting: then ask again"
+        raise CommError(describe_stranger(host, port, gave))
     for answer in channel.messages():
         channel.close()
         if "error" in answer:
@@ -50,6 +59,20 @@ def ask(address: str | None, request: dict[str, Any]) -> dict[str, Any]:
     if channel.stray:
         raise CommError(describe_stranger(host, port, repr(channel.stray[:40])))
     raise CommError(f"the run at {host}:{port} ended before it answered; ask again if it runs")
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """Reads "host:port"; an IPv6 host stands in brackets.
+
+    Raises:
+        ConfigError: it is no such text.
+    """
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) <= 65535:
+        raise ConfigError(
+            f"expected an address host:port, got {text!r}; give it as in 10.0.0.1:29500 or [::1]:29500"
+        )
+    return host.removeprefix("[").removesuffix("]"), int(port)
 
 
 def describe_stranger(host: str, port: int | str, gave: str) -> str:

@@ -12,47 +12,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from shared.errors import ConfigError
 from swift.membership.fingerprint import first_difference
+from swift.membership.settings import Settings
 
-__all__ = ["Coordinator", "Process", "Say", "Settings"]
+__all__ = ["Coordinator", "Process", "Say"]
 
 _AT_ONCE_S = 1.0
 """Ranks that are lost within it at one step are one failure."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """What the user asked for.
-
-    Attributes:
-        num_ranks: ranks of the run.
-        min_ranks: fewest ranks to go on with when spares are used up; num_ranks: never fewer.
-        wait_s: how long to wait for a spare then.
-        backend: of the ranks' messages.
-        timeout_s: how long one message may take.
-        most_failures: losses in a row, without a step between them or before the first world, after
-            which the run stops.
-    """
-
-    num_ranks: int
-    min_ranks: int
-    wait_s: float = 300.0
-    backend: str = "gloo"
-    timeout_s: float = 600.0
-    most_failures: int = 5
-
-    def __post_init__(self) -> None:
-        """Checks the numbers."""
-        if not 1 <= self.min_ranks <= self.num_ranks:
-            raise ConfigError(
-                f"min_ranks: expected 1 to the {self.num_ranks} ranks, got {self.min_ranks}"
-            )
-        if self.timeout_s <= 0 or self.wait_s < 0:
-            raise ConfigError(
-                f"expected a --timeout above 0 s and a --wait of at least 0 s, got {self.timeout_s:g} and "
-                f"{self.wait_s:g}; leave them out for 600 and 300"
-            )
 
 
 @dataclass(slots=True)

@@ -14,13 +14,13 @@ from typing import Any
 
 from shared.errors import ConfigError
 from shared.process_mark import make_marked_folder, remove_marked_folder, sweep_marked_folders
-from swift.membership.channel import ControlChannel
+from swift.membership.channel import ControlChannel, is_known
 from swift.membership.client import RUN_PREFIX
-from swift.membership.coordinator import Coordinator, Process, Say, Settings
+from swift.membership.coordinator import Coordinator, Process, Say
 from swift.membership.host_loop import HostLoop, delay_s, disturb
-from swift.membership.messages import is_known
 from swift.membership.record import FailureRecord
-from swift.membership.supervisor import Ended, Launch
+from swift.membership.settings import Launch, Settings
+from swift.membership.supervisor import Ended
 
 __all__ = ["FirstHost", "listen"]
 
@@ -66,6 +66,8 @@ class FirstHost(HostLoop):
         self._hosts: dict[int, _Host] = {}
         self._restarts: dict[int, tuple[int, float]] = {}  # by rank: its host, and when to start it
         self._told: set[str] = set()
+        self._lost_spares: list[dict[str, Any]] = []
+        self._num_spares_told = 0
         self._has_rank_failed = False
         self._name_missing_at = 0.0
         self._num_ranks = settings.num_ranks
@@ -94,6 +96,7 @@ class FirstHost(HostLoop):
             self._lose_silent_hosts()
             self._name_missing_hosts()
             self._deliver(coordinator.tick(time.monotonic()))
+            self._tell_lost_spares()
             self._start_again()
             if not coordinator.is_released and coordinator.ended is None:
                 replaces = self.can_replace and not self._hosts and coordinator.epoch >= 0
@@ -135,7 +138,27 @@ class FirstHost(HostLoop):
         """See `HostLoop`."""
         if not self.can_replace and not self._hosts and not self.count_spares():
             self._coordinator.expect_no_spare()
+        if ended.rank is None:
+            self._note_lost_spare(self.launch.host, ended.how)
         self._lose([name], ended.how, ended.status, ended.silent_s)
+
+    def _note_lost_spare(self, host: int, how: str) -> None:
+        if not self._coordinator.is_released:  # then spares are told to end
+            self._lost_spares.append({"host": host, "how": how})
+
+    def _tell_lost_spares(self) -> None:
+        """Prints which spares have ended, once ranks train: before, the run may end for the same reason."""
+        if self._coordinator.epoch < 0 or self._coordinator.ended is not None:
+            return
+        num_left = sum(one.rank is None for one in self._coordinator.processes.values())
+        for spare in self._lost_spares[self._num_spares_told :]:
+            left = (
+                f"{num_left} left" if num_left else "no spare is left to take a lost rank's place"
+            )
+            sys.stderr.write(
+                f"meshyard-swift: a spare of host {spare['host']} {spare['how']}; {left}\n"
+            )
+        self._num_spares_told = len(self._lost_spares)
 
     def _lose(self, names: list[str], how: str, status: int | None, silent_s: float) -> None:
         """Has lost ranks replaced, and before the first world started again."""
@@ -286,6 +309,9 @@ class FirstHost(HostLoop):
             self.said(message["name"], message["message"])
         elif message["kind"] == "gone" and host is not None:
             told = message["how"], message["status"], message["silent_s"]
+            process = self._coordinator.processes.get(message["name"])
+            if process is not None and process.rank is None:
+                self._note_lost_spare(host, message["how"])
             self._lose([message["name"]], *told)
         elif message["kind"] == "status":
             channel.send(self._describe())
@@ -351,6 +377,7 @@ class FirstHost(HostLoop):
                 }
                 for one in self._coordinator.processes.values()
             ],
+            "lost_spares": self._lost_spares,
             "failures": self._record.failures(),
         }
 

@@ -14,7 +14,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from shared.errors import ConfigError
-from swift.membership.supervisor import Ended, Launch, Local
+from swift.membership.settings import Launch
+from swift.membership.supervisor import Ended, Local
 
 __all__ = ["HostLoop", "delay_s", "disturb", "environment"]
 
@@ -159,19 +160,21 @@ class HostLoop:
             )
 
     def interrupt(self, number: int, frame: object) -> None:
-        """Ends the loop: handler of SIGINT and SIGTERM."""
+        """Ends the loop: handler of SIGINT, SIGTERM and SIGHUP."""
         self._interrupted = number
         self._wakes.send(b"!")
 
     def check_interrupted(self) -> None:
-        """Raises KeyboardInterrupt behind a SIGINT or SIGTERM."""
+        """Raises KeyboardInterrupt behind one of these signals."""
         if self._interrupted:
             raise KeyboardInterrupt
 
     def __enter__(self) -> Any:
         self.selector.register(self._woken, selectors.EVENT_READ, ("woken", None))
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._handlers[number] = signal.signal(number, self.interrupt)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            # nohup has SIGHUP ignored, so that a run goes on when its terminal is closed.
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+                self._handlers[number] = signal.signal(number, self.interrupt)
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -13,7 +13,8 @@ from shared.errors import CommError, ConfigError
 from swift.membership.channel import ControlChannel
 from swift.membership.client import describe_stranger
 from swift.membership.host_loop import HostLoop, disturb
-from swift.membership.supervisor import Ended, Launch
+from swift.membership.settings import Launch
+from swift.membership.supervisor import Ended
 
 __all__ = ["OtherHost"]
 

@@ -11,7 +11,7 @@ from typing import Any
 from shared.errors import ConfigError
 from shared.files import write_atomically
 
-__all__ = ["FailureRecord"]
+__all__ = ["FailureRecord", "expect_picture"]
 
 _FORMAT = 1
 
@@ -40,7 +40,7 @@ class FailureRecord:
                 f"--report {file}: expected a file that can be written, got {error}; give another path"
             ) from error
         if picture is not None:
-            _expect_picture(picture)
+            expect_picture(picture)
 
     def add(self, record: dict[str, Any]) -> None:
         """Adds one rank's account of a recovery."""
@@ -90,7 +90,12 @@ class FailureRecord:
             write_atomically(self._file, json.dumps(record, indent=1) + "\n")
 
 
-def _expect_picture(path: Path) -> None:
+def expect_picture(path: Path) -> None:
+    """Checks that a picture can be written there.
+
+    Raises:
+        ConfigError: it is no SVG file, or cannot be written.
+    """
     if path.suffix != ".svg":
         raise ConfigError(
             f"--picture {path}: expected a file .svg, got {path.suffix!r}; name it so"

@@ -15,9 +15,8 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,8 +25,9 @@ from shared.comms.handicap import ISAS
 from shared.comms.launch.forking import START_S, Forked, fork
 from shared.errors import ConfigError
 from swift.membership.channel import ControlChannel
+from swift.membership.settings import Launch
 
-__all__ = ["Ended", "Launch", "Local"]
+__all__ = ["Ended", "Local"]
 
 _ENTRY = "swift.membership.worker"
 _MODULES = (
@@ -43,44 +43,6 @@ _FIRST_START_S = 300.0
 """The first process waits for these modules, and on a machine's first run for numba, which compiles kernels."""
 _GRACE = 4
 """A process that runs, but has no time for heartbeats, is given this many limits."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Launch:
-    """What a host starts.
-
-    Attributes:
-        script: the user's, and its arguments.
-        host: number of this host.
-        ranks: those that it starts.
-        num_spares: processes that wait beside them; used ones are replaced.
-        world_size: ranks of all hosts.
-        heartbeat_s: silence after which a process is taken for lost.
-        preload: modules that processes have imported when they start.
-        env: more environment variables.
-    """
-
-    script: Sequence[str]
-    host: int
-    ranks: Sequence[int]
-    num_spares: int
-    world_size: int
-    heartbeat_s: float
-    preload: Sequence[str] = ()
-    env: Mapping[str, str] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        """Checks what can be checked before anything is started."""
-        if not self.script or not Path(self.script[0]).is_file():
-            raise ConfigError(
-                f"script: expected a Python file, got {self.script[0] if self.script else 'none'}; name the "
-                f"one that trains, as in `meshyard-swift run -n 4 --spares 1 train.py`"
-            )
-        if self.num_spares < 0 or self.heartbeat_s <= 0:
-            raise ConfigError(
-                f"expected spares of 0 or more and a positive heartbeat, got {self.num_spares} and "
-                f"{self.heartbeat_s:g} s"
-            )
 
 
 class Ended(NamedTuple):

@@ -9,6 +9,8 @@ from typing import Literal
 import tyro
 
 from shared.cli import JsonOption
+from shared.errors import ConfigError, DataError
+from shared.units import format_bytes, format_s, parse_bytes
 
 __all__ = ["PlanLogs", "Simulate", "VerifyLog"]
 
@@ -33,9 +35,13 @@ class PlanLogs(JsonOption):
     method: Literal["exact", "greedy"] = "exact"
     """The best choice, or the published heuristic's."""
 
+    def __post_init__(self) -> None:
+        parse_bytes(self.budget)
+        if self.interval < 1:
+            raise ConfigError(f"--interval: expected at least 1 step, got {self.interval}")
+
     def execute(self) -> None:
         """Prints the choice and what it costs."""
-        from shared.units import format_bytes, format_s, parse_bytes
         from swift.pipeline.profile import Profile
         from swift.pipeline.selection import select_logs
 
@@ -81,8 +87,11 @@ class VerifyLog(JsonOption):
 
     def execute(self) -> int:
         """Prints a line a file and a line a fault."""
-        from shared.units import format_bytes
-        from swift.pipeline.chunks import verify_logs
+        if not self.folder.is_dir():
+            raise DataError(
+                f"{self.folder}: expected a folder of logs, got none; give that of swift.BoundaryLog"
+            )
+        from swift.pipeline.chunks import verify_logs  # torch takes seconds
 
         chunks = verify_logs(self.folder, self.run)
         lines, records = [], []
@@ -141,6 +150,18 @@ class Simulate(JsonOption):
     """Seconds until all ranks have started again, and read a checkpoint."""
     seeds: int = 5
     """Random sequences of failures; medians are shown."""
+
+    def __post_init__(self) -> None:
+        from swift.simulator import Recovery, Training
+
+        Training(num_steps=self.steps, step_s=self.step, checkpoint_s=self.checkpoint)
+        for outage_s in (self.outage, self.restart):
+            Recovery(outage_s=outage_s, repeat_step_s=self.replay * self.step)
+        if self.machines < 1 or self.seeds < 1 or not all(hours > 0 for hours in self.mtbf):
+            raise ConfigError(
+                f"expected --machines and --seeds of at least 1 and --mtbf above 0, got {self.machines}, "
+                f"{self.seeds} and {self.mtbf}"
+            )
 
     def execute(self) -> None:
         """Prints a row for each way and rate of failures."""

@@ -286,8 +286,7 @@ class Averager:
                     f"which cannot be summed in a bucket; make its module with sparse=False"
                 )
             if not self._is_in_backward:
-                engine: Any = torch.autograd.Variable
-                engine._execution_engine.queue_callback(self._end_backward)
+                torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
                 self._begin_backward(is_last=self.is_synchronised, is_loss_divided=False)
             if at < len(self._reductions):
                 raise ConfigError(

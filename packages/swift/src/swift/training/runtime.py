@@ -161,7 +161,9 @@ class Run:
             self._send_record()
             if difference is not None:
                 log.warning("rank %d: %s", self.rank, difference)
-                self._member.report_recovery(self._report.add_difference(difference))
+                self._report.add_difference(difference)
+                if self._report.records:
+                    self._member.report_recovery(self._report.records[-1])
         if checkpoint is not None and checkpoint.is_due(until):
             checkpoint.save(group, trainable, until)
             trainable.committed(until)

@@ -120,7 +120,7 @@ class Undoable:
         # Values of groups from before the last step, where that has changed them.
         self._group_values: list[Group] = []
         self._take_step: Callable[[], None] = lambda: self.update(range(len(self.marks)))
-        self._take_over(optimizer)
+        self._take_over()
 
     @property
     def parameters(self) -> list[Parameter]:
@@ -306,17 +306,17 @@ class Undoable:
         if steps == 0 and index not in self._begun:
             self.optimizer.state.pop(self._parameters[index], None)
 
-    def _take_over(self, optimizer: Any) -> None:
+    def _take_over(self) -> None:
         """Makes torch's optimizer step through this one, whoever calls it."""
+        optimizer: Any = self.optimizer
 
         # Wrapped, as schedulers note on the method that they have seen it.
         @wraps(optimizer.step)
         def step(_: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
             return self.step(closure)
 
-        optimizer.step = MethodType(step, optimizer)
-        # GradScaler leaves unscaling to fused optimizers that have this; ours takes unscaled gradients.
-        optimizer._step_supports_amp_scaling = False
+        # GradScaler leaves unscaling to fused optimizers that say so; ours takes unscaled gradients.
+        vars(optimizer).update(step=MethodType(step, optimizer), _step_supports_amp_scaling=False)
 
     def _step_whole(self, indices: Sequence[int]) -> None:
         if len(indices) != len(self.marks):
