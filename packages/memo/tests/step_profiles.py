@@ -1,5 +1,7 @@
 """A Llama's layer in round numbers, which planners are tested on."""
 
+from dataclasses import replace
+
 from memo.planner.profile import (
     ItemProfile,
     LayerProfile,
@@ -27,9 +29,10 @@ TILES = TilesProfile(
 )
 
 
-def step_profile(*, num_layers=6, rate=None, slowdown=1.0, items=ITEMS, tiles=None, **changes):
-    """A step whose copies run at a rate in bytes/s; None: without a store."""
+def layer_profile(*, items=ITEMS, tiles=None, **changes):
     layer = LayerProfile(
+        num_tokens=1600,
+        input_bytes=UNIT,
         items=tuple(ItemProfile(name=n, num_bytes=b * UNIT, recompute_s=s) for n, b, s in items),
         saved_bytes=20 * UNIT,
         forward_s=0.5,
@@ -42,9 +45,17 @@ def step_profile(*, num_layers=6, rate=None, slowdown=1.0, items=ITEMS, tiles=No
         ),
         tiles=tiles,
     )
+    return replace(layer, **changes)
+
+
+def step_profile(
+    *, num_layers=6, rate=None, slowdown=1.0, items=ITEMS, tiles=None, layer=None, **changes
+):
+    """A step whose copies run at a rate in bytes/s; None: without a store."""
+    layer = layer or layer_profile(items=items, tiles=tiles)
     link = None if rate is None else Link.from_rate(rate)
     known = {
-        "layer": layer, "num_layers": num_layers, "num_tokens": 1600, "head_s": 0.1, "head_bytes": 10 * UNIT,
+        "layers": (layer,) * num_layers, "num_tokens": 1600, "forward_bytes": UNIT, "head_s": 0.1, "head_bytes": 10 * UNIT,
         "fixed_bytes": 100 * UNIT, "send": link, "fetch": link, "slowdown": slowdown,
     }  # fmt: skip
     return StepProfile(**{**known, **changes})

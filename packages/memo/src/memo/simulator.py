@@ -53,7 +53,7 @@ def simulate(plan: Plan, profile: StepProfile) -> Prediction:
     Raises:
         ConfigError: the plan stores items and the profile has no store, or it has tiles and the profile none.
     """
-    plan = plan.for_layers(profile.num_layers)
+    plan = plan.for_layers(len(profile.layers))
     held = footprint(plan, profile)
     moves = schedule(plan.layers, max_sending=plan.max_sending, num_buffers=plan.num_buffers)
     timeline = Replay(_operations(held, moves, profile, plan.has_block_loss)).run()
@@ -78,25 +78,25 @@ def _expected_peak(held: Footprint, timeline: Timeline, profile: StepProfile, pl
     A pass has its own input when it begins, and most of what it takes shortly before it ends.
     """
     layers, resident, most = held.layers, 0, 0
-    source = profile.layer.items[0].num_bytes
     sent: deque[tuple[float, int]] = deque(maxlen=plan.max_sending)
 
-    def look(operation: object, working: int) -> None:
+    def look(operation: object, source: int, working: int) -> None:
         nonlocal most
         for at_s, there in zip(timeline.span_s(operation), (source, working), strict=True):
             sending = sum(size for end_s, size in sent if end_s > at_s)
             most = max(most, resident + sending + there)
 
     for number, layer in enumerate(layers):
-        look(("forward", number), pass_bytes(number, layer, profile))
+        look(("forward", number), layer.input_bytes, pass_bytes(number, layer, profile))
         resident += layer.resident_bytes
         if layer.stored_bytes:
             sent.append((timeline.span_s(("send", number))[1], layer.buffer_bytes))
     head = profile.block_head_bytes if plan.has_block_loss else profile.head_bytes
-    look("head", source + (head or 0))
+    look("head", layers[-1].input_bytes, layers[-1].input_bytes + (head or 0))
     for number, layer in reversed(list(enumerate(layers))):
-        look(("backward", number), layer.backward_bytes)
+        look(("backward", number), layer.input_bytes, layer.backward_bytes)
         resident -= layer.resident_bytes
+    most = max(most, profile.outer_bytes)
     return most + profile.fixed_bytes + profile.given_bytes + held.parts["buffers"]
 
 
@@ -121,7 +121,7 @@ def _operations(
         before = "head" if number == last else ("backward", number + 1)
         for move in moves.before_backward[number]:
             found.append(_copy(move, layers, before, send, fetch))
-        seconds = (layer.replay_s + profile.layer.backward_s) * slow
+        seconds = (layer.replay_s + layer.backward_s) * slow
         waits = [("fetch", number)] if layer.stored_bytes else []
         found.append(Operation(("backward", number), "compute", seconds, waits))
     return found

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from step_profiles import ITEMS, UNIT, step_profile
+from step_profiles import ITEMS, UNIT, layer_profile, step_profile
 
 from memo.planner.footprint import footprint, layer_footprint
 from memo.planner.layer_plan import LayerPlan
@@ -60,10 +60,9 @@ def test_what_is_given_to_all_layers_is_there_throughout():
 
 
 def test_embeddings_are_there_beside_the_input_of_all_layers_but_the_first():
-    profile = step_profile(head_bytes=0)
-    kept = PassBytes(forward=21 * UNIT, backward=0)
-    profile = replace(profile, layer=replace(profile.layer, kept=kept))
+    layer = layer_profile(kept=PassBytes(forward=21 * UNIT, backward=0))
     for count, inputs in ((1, 1), (2, 2)):
+        profile = step_profile(head_bytes=0, layer=layer, num_layers=count)
         held = footprint(Plan(layers=(KEEP,) * count), profile)
         assert held.peak_at == f"forward of layer {count - 1}"
         assert held.peak_bytes == (100 + 20 * (count - 1) + inputs + 21) * UNIT
@@ -84,10 +83,9 @@ def test_bytes_of_items_out_of_order_are_what_each_one_changes():
 
 
 def one_layer(plan, num_bytes=5000, rows=100, cut=16):
-    profile = step_profile(num_tokens=rows)
-    items = tuple(replace(item, num_bytes=num_bytes) for item in profile.layer.items)
-    profile = replace(profile, layer=replace(profile.layer, items=items))
-    return layer_footprint(plan, profile, cut)
+    layer = layer_profile(num_tokens=rows)
+    items = tuple(replace(item, num_bytes=num_bytes) for item in layer.items)
+    return layer_footprint(plan, replace(layer, items=items), cut)
 
 
 def test_what_is_stored_takes_whole_pages():
@@ -130,9 +128,11 @@ PASSES = st.builds(PassBytes, forward=BYTES, backward=BYTES)
 
 
 @st.composite
-def profiles(draw, num_layers):
+def kinds(draw):
     items = tuple(ItemProfile(name=one, num_bytes=draw(BYTES), recompute_s=0.1) for one in NAMES)
-    layer = LayerProfile(
+    return LayerProfile(
+        num_tokens=draw(st.integers(1, 100)),
+        input_bytes=draw(BYTES),
         items=items,
         saved_bytes=draw(BYTES),
         forward_s=1.0,
@@ -141,14 +141,23 @@ def profiles(draw, num_layers):
         kept=draw(PASSES),
         levels=tuple(draw(PASSES) for _ in items),
     )
-    return step_profile(layer=layer, num_layers=num_layers, head_bytes=draw(BYTES), fixed_bytes=7)
+
+
+@st.composite
+def profiles(draw, num_layers):
+    """Steps of layers of up to three kinds, in any order."""
+    chosen = st.sampled_from([draw(kinds()) for _ in range(draw(st.integers(1, 3)))])
+    layers = tuple(draw(st.lists(chosen, min_size=num_layers, max_size=num_layers)))
+    sizes = {name: draw(BYTES) for name in ("head_bytes", "forward_bytes", "outer_bytes")}
+    return step_profile(layers=layers, fixed_bytes=7, **sizes)
 
 
 def most_bytes(plan, profile):
     """Move by move, with each copy out taking as long as the schedule lets it."""
     moves = schedule(plan.layers, max_sending=plan.max_sending, num_buffers=plan.num_buffers)
-    layers = [layer_footprint(one, profile, plan.cut) for one in plan.layers]
-    source, held, peak = profile.layer.items[0].num_bytes, 0, 0
+    pairs = zip(plan.layers, profile.layers, strict=True)
+    layers = [layer_footprint(one, kind, plan.cut) for one, kind in pairs]
+    held, peak = 0, profile.outer_bytes
     on_their_way = {}
 
     def look(working):
@@ -160,12 +169,13 @@ def most_bytes(plan, profile):
             assert move.action == "await_sent"
             for sent in [one for one in on_their_way if one <= move.layer]:  # sent in order
                 del on_their_way[sent]
-        look(source * (1 if number == 0 else 2) + layer.forward_bytes)
+        embeddings = 0 if number == 0 else profile.forward_bytes
+        look(embeddings + profile.layers[number].input_bytes + layer.forward_bytes)
         held += layer.resident_bytes
         for move in moves.after_forward[number]:
             if move.action == "send":
                 on_their_way[number] = layer.buffer_bytes
-    look(source + profile.head_bytes)
+    look(profile.layers[-1].input_bytes + profile.head_bytes)
     for layer in reversed(layers):
         if layer.stored_bytes:  # it is back: it and all before it were sent
             on_their_way.clear()

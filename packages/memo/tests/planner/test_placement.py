@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from step_profiles import ITEMS, TILES, UNIT, step_profile
+from step_profiles import ITEMS, TILES, UNIT, layer_profile, step_profile
 
 from memo.config import Budget, DoesNotFit
 from memo.planner.footprint import footprint
@@ -136,12 +136,7 @@ def test_more_memory_never_makes_a_step_slower(low, more):
 
 
 def test_layers_that_another_forward_would_change_are_stored_whole():
-    profile = step_profile(rate=1e9)
-    layer = profile.layer
-    changed = type(layer)(
-        **{name: getattr(layer, name) for name in layer.__slots__ if name != "can_replay"},
-        can_replay=False,
-    )
+    changed = layer_profile(can_replay=False)
     # Two on their way out beside the loss, and two buffers: 191; six kept take 220 and more.
     plan = planned(step_profile(rate=1e9, layer=changed), 191, 1000)
     assert {one.mode for one in plan.layers} <= {"keep", "whole"}
@@ -191,10 +186,13 @@ def test_what_fits_is_never_refused_by_what_every_plan_takes_at_least(data, stor
         for one in there
     )
     profile = step_profile(rate=1e9, num_layers=data.draw(st.integers(1, 5)))
-    layer = replace(profile.layer, items=items, saved_bytes=saved, levels=levels)
-    real = replace(profile, layer=layer)
+    real = profile.with_layers(
+        lambda layer: replace(layer, items=items, saved_bytes=saved, levels=levels)
+    )
     known = {one.name: one.num_bytes for one in items}
-    least = replace(profile, layer=least_layer(known, saved, layer.kept))
+    least = profile.with_layers(
+        lambda layer: least_layer(1600, layer.input_bytes, known, saved, layer.kept)
+    )
     budget = Budget(data.draw(st.integers(100, 400)) * UNIT, store * UNIT)
     if fits(real, budget):
         check_possible(least, budget)
@@ -202,7 +200,7 @@ def test_what_fits_is_never_refused_by_what_every_plan_takes_at_least(data, stor
 
 def test_what_every_plan_takes_at_least_is_what_is_saved_and_not_there_yet():
     kept = PassBytes(forward=0, backward=0)
-    layer = least_layer({INPUT: 3, ATTENTION: 2, "up": 9}, 10, kept)
+    layer = least_layer(8, 3, {INPUT: 3, ATTENTION: 2, "up": 9}, 10, kept)
     assert [one.num_bytes for one in layer.items] == [3, 2]
     assert [(one.forward, one.backward) for one in layer.levels] == [(0, 7), (0, 5)]
 

@@ -25,7 +25,7 @@ def llama(**changes):
 @pytest.fixture(scope="module")
 def gpt2():
     config = GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=500, n_positions=1024)
-    return Analysis(config, "A800").profile(1024, has_tiles=True).layer
+    return Analysis(config, "A800").profile(1024, has_tiles=True).layers[0]
 
 
 def saved_on_the_device(config, num_tokens, dtype):
@@ -80,7 +80,7 @@ def test_saved_bytes_are_those_of_a_real_layer(kind, dtype):
 
 def test_items_have_the_bytes_of_their_shapes(analysis):
     rows = 3000
-    items = {one.name: one.num_bytes for one in analysis.profile(rows).layer.items}
+    items = {one.name: one.num_bytes for one in analysis.profile(rows).layers[0].items}
     assert items[INPUT] == rows * H * 2
     assert items[ATTENTION] == rows * (H * 2 + SHAPE["num_attention_heads"] * 4), (
         "the result, and a float32 sum a head"
@@ -92,7 +92,7 @@ def test_items_have_the_bytes_of_their_shapes(analysis):
 
 def test_seconds_of_items_are_operations_over_a_share_of_the_peak(analysis):
     rows = 10_000
-    seconds = {one.name: one.recompute_s for one in analysis.profile(rows).layer.items}
+    seconds = {one.name: one.recompute_s for one in analysis.profile(rows).layers[0].items}
     peak = PRESETS["H100"].flops_per_s
     assert seconds["mlp.up_proj.weight"] == pytest.approx(2 * rows * H * F / (0.7 * peak))
     assert seconds[ATTENTION] == pytest.approx(2 * rows**2 * H / (0.73 * peak)), "causal: half"
@@ -101,7 +101,7 @@ def test_seconds_of_items_are_operations_over_a_share_of_the_peak(analysis):
 
 def test_passes_take_at_least_their_products_and_twice_as_many_backward(analysis):
     rows = 8192
-    layer = analysis.profile(rows).layer
+    layer = analysis.profile(rows).layers[0]
     peak = PRESETS["H100"].flops_per_s
     products = 2 * rows * (4 * H * H + 3 * H * F) / (0.7 * peak)
     attention = 2 * rows**2 * H / peak
@@ -122,10 +122,10 @@ def test_between_counted_lengths_bytes_are_never_too_few(analysis):
     for rows in (1024, 16_384, 262_144):
         profile = analysis.profile(rows)
         plain = model.count_layer(rows, LayerPlan())
-        assert plain.held_bytes <= profile.layer.saved_bytes <= plain.held_bytes + 1
+        assert plain.held_bytes <= profile.layers[0].saved_bytes <= plain.held_bytes + 1
         for said, plan in (
-            (profile.layer.kept, LayerPlan()),
-            (profile.layer.levels[0], LayerPlan(mode="restore", resident=frozenset([INPUT]))),
+            (profile.layers[0].kept, LayerPlan()),
+            (profile.layers[0].levels[0], LayerPlan(mode="restore", resident=frozenset([INPUT]))),
         ):
             counted = model.count_layer(rows, plan).passes
             assert counted.forward <= said.forward <= 1.02 * counted.forward + 1
@@ -137,12 +137,12 @@ def test_ranks_share_tokens_and_parameters_and_meet_all_keys(analysis):
     four.ranks = 4  # what a rank's tokens take is the same, and counted already
     whole, part = one.profile(65_536), four.profile(65_536)
     assert part.num_tokens == whole.num_tokens / 4
-    seconds = [{item.name: item.recompute_s for item in p.layer.items} for p in (whole, part)]
+    seconds = [{item.name: item.recompute_s for item in p.layers[0].items} for p in (whole, part)]
     assert seconds[1][ATTENTION] == pytest.approx(seconds[0][ATTENTION] / 4)
     ring = 2 * 2 * H * 2 * part.num_tokens
-    alone = one.profile(16_384).layer
-    assert part.layer.levels[-1].forward == alone.levels[-1].forward + ring
-    assert part.layer.levels[-1].backward == alone.levels[-1].backward + 2 * ring
+    alone = one.profile(16_384).layers[0]
+    assert part.layers[0].levels[-1].forward == alone.levels[-1].forward + ring
+    assert part.layers[0].levels[-1].backward == alone.levels[-1].backward + 2 * ring
     layer, other = 4 * H * H + 3 * H * F + 2 * H, 2 * VOCABULARY * H + H
     assert one.num_parameters == LAYERS * layer + other
     assert whole.fixed_bytes == 16 * one.num_parameters, "2 and 2, and 12 of AdamW"
@@ -239,7 +239,7 @@ def test_models_that_are_no_language_models_of_long_texts_are_refused_in_a_line(
 def test_tiles_at_other_lengths_are_those_of_a_count(analysis):
     tile_rows, model = TILE_ROWS["cuda"], FakeModel(llama(), torch.bfloat16)
     for num_tiles, most in ((2, 1.01), (6, 1.3), (8, 1.01), (24, 1.1)):
-        told = analysis.profile(num_tiles * tile_rows, has_tiles=True).layer.tiles
+        told = analysis.profile(num_tiles * tile_rows, has_tiles=True).layers[0].tiles
         counted = model.count_tiles_at(num_tiles * tile_rows, tile_rows)
         for mine, real in zip(told.levels, counted, strict=True):
             assert real.forward <= mine.forward <= most * real.forward
@@ -248,7 +248,7 @@ def test_tiles_at_other_lengths_are_those_of_a_count(analysis):
 
 @pytest.mark.slow
 def test_backwards_by_tiles_take_a_second_forward_but_not_attention(analysis):
-    layer = analysis.profile(1 << 16, has_tiles=True).layer
+    layer = analysis.profile(1 << 16, has_tiles=True).layers[0]
     attention_s = next(one.recompute_s for one in layer.items if one.name == ATTENTION)
     again_s = layer.tiles.backward_s - layer.backward_s
     # Queries, keys and values are made twice, and rows are copied out of tensors and into them.

@@ -13,10 +13,12 @@ from memo.planner.layer_plan import ATTENTION, INPUT, LayerPlan
 from memo.planner.placement import fits, place
 from memo.planner.profile import PassBytes
 from memo.profiler.autotune import measure_profile
-from memo.profiler.head import capture_call, count_block_head, count_head, loss_of, shortened
+from memo.profiler.calls import capture_call, capture_calls, shortened
+from memo.profiler.head import count_outside, loss_of
 from memo.profiler.layer_bytes import LayerBytes, count_bytes, count_passes
 from memo.profiler.timing.layer_tiles import tile_rows_of
 from memo.profiler.timing.layer_times import LayerTimes, longer_s
+from memo.profiler.untouched import untouched
 from memo.runtime.attention import offer_attention
 from memo.runtime.block_loss import offer_block_loss
 from memo.runtime.device_memory import peak_bytes, resident_bytes
@@ -70,7 +72,8 @@ def counts(model):
 @pytest.mark.parametrize("name", PLANS)
 def test_bytes_on_fake_tensors_are_those_of_a_real_layer(counts, name):
     real, fake = counts[name]
-    assert fake.held_bytes == pytest.approx(real.held_bytes, rel=0.01)
+    # A record of a real forward holds states of generators and fingerprints too, as many at any length.
+    assert fake.held_bytes == pytest.approx(real.held_bytes, rel=0.01, abs=6 << 10)
     assert fake.passes.forward == pytest.approx(real.passes.forward, rel=0.01)
     assert fake.passes.backward == pytest.approx(real.passes.backward, rel=0.01)
     assert fake.item_bytes.keys() == real.item_bytes.keys()
@@ -102,13 +105,13 @@ def test_profiles_at_a_part_of_the_length_leave_the_model_as_it_was(model):
     assert told.num_tokens == 256
     assert told.details["seconds"] == "measured at 128 tokens"
     undo = offer_block_loss(model)
-    whole = count_block_head(model, list(model.model.layers), batch)
+    whole = head_bytes(model, batch, is_real=True)
     undo()
     assert told.block_head_bytes == pytest.approx(whole, rel=0.1)
 
 
 def test_a_profile_has_items_levels_tiles_and_both_heads(profile):
-    layer = profile.layer
+    layer = profile.layers[0]
     assert {INPUT, ATTENTION, "mlp.up_proj.weight"} <= {item.name for item in layer.items}
     assert all(low.backward >= high.backward for low, high in pairwise(layer.levels))
     assert layer.kept.backward < layer.levels[0].backward
@@ -125,10 +128,10 @@ def test_without_room_seconds_are_measured_at_fewer_tokens(model):
     assert told.details["seconds"] == "measured at 128 tokens"
     assert told.num_tokens == 512
     whole = measure_profile(model, batch_of(512), None, room_bytes=ROOM)
-    assert told.layer.saved_bytes == whole.layer.saved_bytes
+    assert told.layers[0].saved_bytes == whole.layers[0].saved_bytes
     for at in (0, -1):  # between them items come in the order of seconds
-        assert told.layer.levels[at] == whole.layer.levels[at]
-    assert told.layer.tiles.levels == whole.layer.tiles.levels
+        assert told.layers[0].levels[at] == whole.layers[0].levels[at]
+    assert told.layers[0].tiles.levels == whole.layers[0].tiles.levels
     assert told.head_bytes == whole.head_bytes
     assert told.block_head_bytes == pytest.approx(whole.block_head_bytes, rel=0.1)
 
@@ -140,7 +143,7 @@ def test_measuring_keeps_to_its_room(model):
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     before = resident_bytes(CPU)
     told = measure_profile(model, batch_of(8192), None, room_bytes=room)
-    assert told.layer.saved_bytes > 1.9 * room, "or the task proves nothing"
+    assert told.layers[0].saved_bytes > 1.9 * room, "or the task proves nothing"
     assert peak_bytes(CPU) - before < 1.25 * room
 
 
@@ -212,15 +215,22 @@ def test_batches_are_shortened_where_all_tensors_are_tokens():
     assert shortened({**batch, "attention_mask": torch.zeros(2, 1, 100, 100)}, 2) is None
 
 
+def head_bytes(model, batch, **settings):
+    """Most bytes outside of the layers while the loss is computed and run backward."""
+    layers = find_layers(model)
+    with untouched(model, batch):
+        calls = capture_calls(model, layers, batch)
+        return count_outside(model, layers, calls, batch, **settings).head_bytes
+
+
 def test_a_loss_in_blocks_counts_no_logits():
     model = make_model("llama", num_layers=2)
     model.resize_token_embeddings(20_000)
     batch = batch_of(512)
-    layers = list(model.model.layers)
     logits = 512 * 20_000 * 4
-    assert count_head(model, layers, batch) > 2 * logits
+    assert head_bytes(model, batch) > 2 * logits
     undo = offer_block_loss(model)
-    taken = count_block_head(model, layers, batch)
+    taken = head_bytes(model, batch, is_real=True)
     undo()
     # A block of logits, and the gradient of the head's weight.
     assert 20_000 * 64 * 4 < taken < logits
@@ -309,12 +319,12 @@ def test_tiles_are_not_measured_where_something_fits_without(model, monkeypatch)
     counted, autotune = [], "memo.profiler.autotune"
     monkeypatch.setattr(f"{autotune}.count_tiles", lambda *_: counted.append(1))
     held = LayerBytes(PassBytes(forward=UNIT, backward=UNIT), UNIT, {INPUT: 4096})
-    monkeypatch.setattr(f"{autotune}.count_bytes", lambda *_: held)
+    monkeypatch.setattr("memo.profiler.kinds.count_bytes", lambda *_: held)
     monkeypatch.setattr(f"{autotune}.has_block_loss", lambda *_: False)
     monkeypatch.setattr(f"{autotune}.measure_head", lambda *_: 0.1)
     batch = batch_of(16)
     profile = measure_profile(model, batch, None, budget=memo.Budget("1TiB"))
-    assert profile.layer.tiles is None
+    assert profile.layers[0].tiles is None
     assert counted == []
     rooms = (profile.fixed_bytes + number * UNIT for number in range(1000))
     least = next(room for room in rooms if fits(profile, memo.Budget(room)))
@@ -437,9 +447,7 @@ class Masked(Stack):
 
 def test_a_loss_whose_shapes_follow_from_values_is_counted_as_it_runs():
     model, batch = Masked().train(), {"x": make_input()}
-    layers = list(model.layers)
-    found = count_head(model, layers, batch)
-    assert found == count_block_head(model, layers, batch) > batch["x"].nbytes
+    assert head_bytes(model, batch) == head_bytes(model, batch, is_real=True) > 1000
     assert all(one.grad is None for one in model.parameters())
 
 
@@ -449,14 +457,14 @@ def test_without_a_loss_or_logits_the_first_tensor_counts():
 
 
 def test_measuring_draws_nothing_from_the_training(model, monkeypatch):
-    drawn = []
-    monkeypatch.setattr(
-        "memo.profiler.autotune.capture_call", lambda *_: drawn.append(torch.rand(3))
-    )
+    def draw(*_):
+        torch.rand(3)
+        raise KeyError("drawn")
+
+    monkeypatch.setattr("memo.profiler.autotune.capture_calls", draw)
     state = torch.get_rng_state()
-    with pytest.raises(TypeError):
+    with pytest.raises(KeyError, match="drawn"):
         measure_profile(model, batch_of(16), None)
-    assert drawn
     assert torch.equal(state, torch.get_rng_state())
 
 

@@ -10,7 +10,7 @@ import torch
 import memo
 from memo.planner.layer_plan import ATTENTION, INPUT, LayerPlan
 from memo.profiler.autotune import measure_profile
-from memo.profiler.head import capture_call, count_given
+from memo.profiler.calls import capture_call, count_given
 from memo.profiler.storage_meter import StorageMeter
 from memo.runtime.moving.threads import ThreadMover
 from memo.runtime.recording.items import Item
@@ -89,6 +89,8 @@ def test_what_all_layers_are_given_is_counted_without_input_and_batch(model):
     batch = {**batch_of(64), "attention_mask": torch.ones(2, 64, dtype=torch.long)}
     args, kwargs = capture_call(model, list(model.model.layers), batch)
     cos, sin = kwargs["position_embeddings"]
-    assert count_given(args, {"position_embeddings": (cos, sin)}, batch) == cos.nbytes + sin.nbytes
+    assert (
+        count_given([(args, {"position_embeddings": (cos, sin)})], batch) == cos.nbytes + sin.nbytes
+    )
     mine = {"position_embeddings": (cos, sin), "ids": batch["input_ids"]}
-    assert count_given(args, mine, batch) == cos.nbytes + sin.nbytes
+    assert count_given([(args, mine)], batch) == cos.nbytes + sin.nbytes

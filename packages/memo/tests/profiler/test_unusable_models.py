@@ -13,7 +13,7 @@ from .inputs import batch_of
 
 def test_a_model_in_evaluation_is_named(model, monkeypatch, caplog):
     """As `from_pretrained` gives it: without its dropout it saves less."""
-    monkeypatch.setattr("memo.profiler.autotune.capture_call", lambda *_: None)
+    monkeypatch.setattr("memo.profiler.autotune.capture_calls", lambda *_: None)
     for is_training in (False, True):
         model.train(is_training)
         with pytest.raises(TypeError):
@@ -46,7 +46,7 @@ def test_a_store_that_cannot_be_opened_is_told_before_anything_is_measured(
     model, tmp_path, monkeypatch
 ):
     measured = []
-    monkeypatch.setattr("memo.profiler.autotune.capture_call", lambda *_: measured.append(1))
+    monkeypatch.setattr("memo.profiler.autotune.capture_calls", lambda *_: measured.append(1))
     (tmp_path / "file").write_text("no folder")
     budget = memo.Budget("1TiB", store="1GiB", store_at=f"file:{tmp_path}/file")
     with pytest.raises(DataError, match=f"{tmp_path}/file: expected a folder with room for its"):

@@ -13,16 +13,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate, groupby
 
 from memo.config import Budget
 from memo.planner.footprint import Footprint, LayerFootprint, add_up, layer_footprint
 from memo.planner.layer_plan import ATTENTION, INPUT, LayerPlan
 from memo.planner.plan import Plan
-from memo.planner.profile import StepProfile
+from memo.planner.profile import LayerProfile, StepProfile
 
 __all__ = ["Candidate", "Candidates", "Family"]
 
 _FRACTIONS = (0.0, 0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875)
+
+
+Way = tuple[LayerPlan, ...]
+"""A plan for each kind of layers."""
+
+
+Run = tuple[LayerPlan, LayerFootprint, int]
+"""A plan of layers that follow one another, what each takes, and how many there are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,19 +65,23 @@ class Family:
     """Plans that keep as many layers whole, and share the others among two ways.
 
     Attributes:
-        first, second: the ways.
+        first, second: the ways, by number.
         num_kept: layers that keep all.
         least_s: no plan of it is faster.
     """
 
-    first: LayerPlan
-    second: LayerPlan
+    first: int
+    second: int
     num_kept: int
     least_s: float
 
 
 class Candidates:
-    """Plans within a budget, fast ones first."""
+    """Plans within a budget, fast ones first.
+
+    Where layers are of several kinds, a way has a plan for each: as many of a kind's items stay or are stored as of
+    the others', those first whose bytes save the most seconds.
+    """
 
     def __init__(
         self,
@@ -84,41 +97,35 @@ class Candidates:
             profile: what a step takes without a plan.
             budget: hard limits.
             has_block_loss: whether the loss is computed in blocks, which the profile then has.
-            has_tiles: whether all layers that are not kept go by tiles, which the profile then has.
+            has_tiles: whether layers that are not kept go by tiles, of all kinds that the profile has tiles of.
         """
         self._profile, self._budget = profile, budget
         self._has_block_loss = has_block_loss
         self._store_limit = budget.store_bytes if profile.send is not None else 0
-        self._keep = LayerPlan()
-        names = [item.name for item in profile.layer.items]
-        if profile.layer.can_replay:
-            self._second_ways = [
-                LayerPlan(mode="restore", resident=frozenset(names[: num + 1]))
-                for num in range(len(names))
-            ] + [self._keep]
-            self._first_ways = [
-                *(_stored(names) if self._store_limit else ()),
-                self._second_ways[0],
-            ]
-        else:
-            self._second_ways = [self._keep]
-            self._first_ways = [LayerPlan(mode="whole") if self._store_limit else self._keep]
-        if has_tiles:
-            assert profile.layer.tiles is not None
-            self._first_ways = list(
-                _tiled(profile.layer.tiles.tile_rows, has_store=self._store_limit > 0)
-            )
-            self._second_ways = [
-                *(one for one in self._first_ways if not one.has_stored),
-                self._keep,
-            ]
-        # The ways live as long as this does: they are told apart by where they are.
-        plan = Plan(layers=(self._keep,))
+        self._kinds = kinds = profile.kinds
+        numbers = {id(kind): number for number, kind in enumerate(kinds)}
+        self._kind_numbers = [numbers[id(layer)] for layer in profile.layers]
+        has_store = self._store_limit > 0
+        keep = (LayerPlan(),) * len(kinds)
+        again = [
+            (_restored if not has_tiles or one.tiles is None else _tiled)(one) for one in kinds
+        ]
+        stored = [_stored(one, has_tiles=has_tiles) if has_store else [] for one in kinds]
+        second_ways = [*_aligned(again), keep]
+        first_ways = [
+            *_aligned([one or other[:1] for one, other in zip(stored, again, strict=True)]),
+            second_ways[0],
+        ]
+        self._ways = _distinct([*first_ways, *second_ways])
+        self._first_ways = [self._ways.index(one) for one in _distinct(first_ways)]
+        self._second_ways = [self._ways.index(one) for one in _distinct(second_ways)]
+        self._keep = self._ways.index(keep)
+        plan = Plan(layers=(LayerPlan(),))
         self._rules = {"num_buffers": plan.num_buffers, "max_sending": plan.max_sending}
-        self._held: dict[int, LayerFootprint] = {
-            id(one): layer_footprint(one, profile, plan.cut)
-            for one in (*self._first_ways, *self._second_ways, self._keep)
-        }
+        self._held = [
+            [layer_footprint(layer, kind, plan.cut) for layer, kind in zip(way, kinds, strict=True)]
+            for way in self._ways
+        ]
 
     def fits(self, held: Footprint) -> bool:
         """Whether both limits hold."""
@@ -128,107 +135,147 @@ class Candidates:
 
     def smallest(self) -> Footprint:
         """The step that takes fewest bytes of those whose layers all go one way."""
-        count = self._profile.num_layers
-        steps = [self._add_up([(layer, count)]) for layer in self._held.values()]
+        count = len(self._kind_numbers)
+        runs = [self._runs([(way, count)]) for way in range(len(self._ways))]
+        steps = [self._add_up([(held, count) for _, held, count in one]) for one in runs]
         return min(steps, key=lambda one: one.peak_bytes)
 
     def families(self) -> list[Family]:
         """Those that may fit, by their least seconds."""
-        fitting = {key for key, layer in self._held.items() if self._fits_alone(layer)}
+        fitting = {way for way in range(len(self._ways)) if self._fits_alone(way)}
         return sorted(self._families(fitting), key=lambda one: one.least_s)
 
-    def _fits_alone(self, layer: LayerFootprint) -> bool:
-        """Whether a step of one such layer fits, as it must where there are more."""
-        return self.fits(self._add_up([(layer, 1)]))
+    def _fits_alone(self, way: int) -> bool:
+        """Whether a step of one layer that goes this way fits, as it must where there are more."""
+        return any(self.fits(self._add_up([(held, 1)])) for held in self._held[way])
 
     def _families(self, fitting: set[int]) -> Iterator[Family]:
         """Those of which at least one way is among the fitting ones."""
-        count = self._profile.num_layers
+        count = len(self._kind_numbers)
         numbers = range(count, -1, -max(1, count // 16))
-        if id(self._keep) not in fitting:
+        if self._keep not in fitting:
             numbers = range(1)
         for first in self._first_ways:
             for second in self._second_ways:
-                if not fitting & {id(first), id(second)}:
+                if not fitting & {first, second}:
                     continue
+                more = [min(self._more_s(way, k) for way in (first, second)) for k in self._numbers]
+                sums = [0.0, *accumulate(more[kind] for kind in self._kind_numbers)]
                 # Where the second run keeps all too, its number is found exactly.
-                for num_kept in (0,) if second is self._keep else numbers:
-                    yield Family(first, second, num_kept, self._least_s(first, second, num_kept))
+                for num_kept in (0,) if second == self._keep else numbers:
+                    least_s = self._plain_s() + sums[count - num_kept]
+                    yield Family(first, second, num_kept, least_s)
 
-    def _least_s(self, first: LayerPlan, second: LayerPlan, num_kept: int) -> float:
-        """No plan of such a family is faster."""
-        more = min(self._more_s(first), self._more_s(second))
-        return self._plain_s() + (self._profile.num_layers - num_kept) * more
+    @property
+    def _numbers(self) -> range:
+        return range(len(self._kinds))
 
-    def _more_s(self, way: LayerPlan) -> float:
+    def _more_s(self, way: int, kind: int) -> float:
         """Seconds of a layer beyond those of a kept one."""
-        held = self._held[id(way)]
-        return held.forward_s - self._profile.layer.forward_s + held.replay_s
+        return self._held[way][kind].passes_s - self._held[self._keep][kind].passes_s
 
     def _plain_s(self) -> float:
-        layer, profile = self._profile.layer, self._profile
+        profile = self._profile
         head_s = profile.block_head_s if self._has_block_loss else profile.head_s
-        return profile.num_layers * (layer.forward_s + layer.backward_s) + (head_s or 0.0)
+        return profile.passes_s + (head_s or 0.0)
 
     def of(self, family: Family) -> Iterator[Candidate]:
         """Plans of a family: with as many layers of the second run as fit, and with as few or all."""
-        high = self._profile.num_layers - family.num_kept
-        stored = self._held[id(family.first)].stored_bytes
+        high = len(self._kind_numbers) - family.num_kept
+        stored = [self._held[family.first][kind].stored_bytes for kind in self._kind_numbers[:high]]
         # The store holds so many of the first run, and the second stores nothing.
-        low = max(0, high - self._store_limit // stored) if stored else 0
-        found = self._candidate(family, low)
-        if not self.fits(found.held):
+        low = sum(total > self._store_limit for total in accumulate(stored))
+        smallest = self._candidate(family, low)
+        if not self.fits(smallest.held):
             # More layers on the device may still spare buffers and store, but only all of them do.
-            yield found
+            yield smallest
             yield self._candidate(family, high)
             return
-        yield found
+        yield smallest
+        largest = smallest
         while low < high:  # more layers that keep items take more bytes and fewer seconds
             middle = (low + high + 1) // 2
-            one = self._candidate(family, middle)
-            if self.fits(one.held):
-                low, found = middle, one
+            candidate = self._candidate(family, middle)
+            if self.fits(candidate.held):
+                low, largest = middle, candidate
             else:
                 high = middle - 1
-        yield found
+        yield largest
+
+    def _runs(self, counts: list[tuple[int, int]]) -> list[Run]:
+        """Layers that follow one another with one plan, given how many go each way."""
+        ways = [way for way, count in counts for _ in range(count)]
+        alike = groupby(zip(ways, self._kind_numbers, strict=True))
+        return [
+            (self._ways[way][kind], self._held[way][kind], len(list(layers)))
+            for (way, kind), layers in alike
+        ]
 
     def _add_up(self, runs: list[tuple[LayerFootprint, int]]) -> Footprint:
         return add_up(runs, self._profile, has_block_loss=self._has_block_loss, **self._rules)
 
     def _candidate(self, family: Family, num_second: int) -> Candidate:
-        num_first = self._profile.num_layers - family.num_kept - num_second
-        runs = [
-            (family.first, num_first),
-            (family.second, num_second),
-            (self._keep, family.num_kept),
-        ]
-        runs = [(way, count) for way, count in runs if count]
-        held = self._add_up([(self._held[id(way)], count) for way, count in runs])
-        more_s = sum(self._more_s(way) * count for way, count in runs)
-        layer = self._profile.layer
+        num_first = len(self._kind_numbers) - family.num_kept - num_second
+        runs = self._runs(
+            [(family.first, num_first), (family.second, num_second), (self._keep, family.num_kept)]
+        )
+        held = self._add_up([(layer, count) for _, layer, count in runs])
+        passes_s = sum(layer.passes_s * count for _, layer, count in runs)
         # Copies slow passes down: what stands beside the loss does not.
-        passes_s = self._profile.num_layers * (layer.forward_s + layer.backward_s) + more_s
         waits_s = (self._profile.slowdown - 1) * passes_s if held.store_bytes else 0.0
-        least_s = self._plain_s() + more_s + waits_s
-        return Candidate(tuple(runs), self._has_block_loss, held, least_s)
+        least_s = self._plain_s() - self._profile.passes_s + passes_s + waits_s
+        layers = tuple((layer, count) for layer, _, count in runs)
+        return Candidate(layers, self._has_block_loss, held, least_s)
 
 
-def _tiled(tile_rows: int, *, has_store: bool) -> Iterator[LayerPlan]:
-    """What a layer by tiles may keep or store."""
-    for kept in ([INPUT], [INPUT, ATTENTION]):
-        yield LayerPlan(mode="tiles", tile_rows=tile_rows, resident=frozenset(kept))
-        if has_store:
-            yield LayerPlan(mode="tiles", tile_rows=tile_rows, stored=dict.fromkeys(kept, 1.0))
+def _distinct(ways: list[Way]) -> list[Way]:
+    """The ways in their order, each once."""
+    return [way for number, way in enumerate(ways) if way not in ways[:number]]
 
 
-def _stored(names: list[str]) -> Iterator[LayerPlan]:
-    """What a layer may store: the first items whole, and a fraction of the next."""
-    for num in range(len(names)):
-        for fraction in (0.0,) if names[num] in (INPUT, ATTENTION) else _FRACTIONS:
+def _aligned(plans: list[list[LayerPlan]]) -> list[Way]:
+    """Ways from each kind's plans: a kind with fewer stays at its last."""
+    count = max(map(len, plans))
+    return [tuple(one[min(number, len(one) - 1)] for one in plans) for number in range(count)]
+
+
+def _restored(layer: LayerProfile) -> list[LayerPlan]:
+    """What a layer may keep while all else is computed again, and last everything."""
+    names = [item.name for item in layer.items]
+    if not layer.can_replay or not layer.saved_bytes:
+        return [LayerPlan()]
+    kept = [frozenset(names[: num + 1]) for num in range(len(names))]
+    return [*(LayerPlan(mode="restore", resident=one) for one in kept), LayerPlan()]
+
+
+def _tiled(layer: LayerProfile) -> list[LayerPlan]:
+    """What a layer by tiles may keep."""
+    assert layer.tiles is not None
+    return [
+        LayerPlan(mode="tiles", tile_rows=layer.tiles.tile_rows, resident=frozenset(kept))
+        for kept in ([INPUT], [INPUT, ATTENTION])
+    ]
+
+
+def _stored(layer: LayerProfile, *, has_tiles: bool) -> list[LayerPlan]:
+    """What a layer may store: the first items whole, and a fraction of the next; empty where it saves nothing."""
+    if not layer.saved_bytes:
+        return []
+    if not layer.can_replay:
+        return [LayerPlan(mode="whole")]
+    if has_tiles and layer.tiles is not None:
+        rows = layer.tiles.tile_rows
+        kept = ([INPUT], [INPUT, ATTENTION])
+        return [
+            LayerPlan(mode="tiles", tile_rows=rows, stored=dict.fromkeys(one, 1.0)) for one in kept
+        ]
+    names, plans = [item.name for item in layer.items], []
+    for num, name in enumerate(names):
+        for fraction in (0.0,) if name in (INPUT, ATTENTION) else _FRACTIONS:
             if num == 0 and fraction == 0.0:
                 continue
             stored = dict.fromkeys(names[:num], 1.0)
             if fraction:
-                stored[names[num]] = fraction
-            yield LayerPlan(mode="restore", stored=stored)
-    yield LayerPlan(mode="restore", stored=dict.fromkeys(names, 1.0))
+                stored[name] = fraction
+            plans.append(LayerPlan(mode="restore", stored=stored))
+    return [*plans, LayerPlan(mode="restore", stored=dict.fromkeys(names, 1.0))]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 
-from memo.planner.layer_plan import ATTENTION, INPUT, LayerPlan, rows_of, runs_of
+from memo.planner.layer_plan import ATTENTION, INPUT, LayerPlan, rows_of
 from memo.planner.plan import Plan
 from memo.planner.profile import LayerProfile, PassBytes, StepProfile
 from shared.errors import ConfigError
@@ -25,18 +25,27 @@ class LayerFootprint:
         stored_bytes: that go to the store.
         buffer_bytes: that its stored items take when they are back; also until they are sent, as of an item
             whose first rows are stored all rows are there.
+        input_bytes: of its input.
         forward_bytes, backward_bytes: see `PassBytes`.
         forward_s: seconds of its forward.
+        backward_s: of a plain backward.
         replay_s: seconds of its backward beyond a plain one: what is computed again.
     """
 
     resident_bytes: int
     stored_bytes: int
     buffer_bytes: int
+    input_bytes: int
     forward_bytes: int
     backward_bytes: int
     forward_s: float
+    backward_s: float
     replay_s: float
+
+    @property
+    def passes_s(self) -> float:
+        """Seconds of its forward and its backward."""
+        return self.forward_s + self.backward_s + self.replay_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,11 +82,14 @@ def footprint(plan: Plan, profile: StepProfile) -> Footprint:
     Raises:
         ConfigError: the plan has tiles, and the profile none.
     """
-    known = [
-        (layer_footprint(one, profile, plan.cut), count) for one, count in runs_of(plan.layers)
+    pairs = zip(plan.layers, profile.layers, strict=True)
+    alike = groupby(pairs, key=lambda pair: (pair[0], id(pair[1])))
+    runs = [
+        (layer_footprint(*first, plan.cut), 1 + len(list(others)))
+        for first, others in ((next(group), group) for _, group in alike)
     ]
     return add_up(
-        known,
+        runs,
         profile,
         has_block_loss=plan.has_block_loss,
         num_buffers=plan.num_buffers,
@@ -113,15 +125,13 @@ def add_up(
     is sent later, room was made for it among those; before the backward of one that is fetched, all were sent.
     O(runs), not layers: of each run, only those are looked at where there can be most.
 
-    During the forward a model of transformers holds its embeddings beside a later layer's input.
-
     Args:
         runs: layers that are alike, and how many, in the order of the forward.
     """
     most = _Most()
     held, first = 0, 0
     sending = [0] * max_sending
-    input_bytes = profile.layer.items[0].num_bytes
+    most.look("embedding", -1, 0, 0, profile.outer_bytes)
     for layer, count in runs:
         waited = 1 if layer.stored_bytes else 0
         # Later layers hold more, and send as much as soon as all on their way are of this run.
@@ -139,7 +149,7 @@ def add_up(
             held += layer.resident_bytes
         first += count
     head = profile.block_head_bytes if has_block_loss else profile.head_bytes
-    most.look("loss", -1, held, sum(sending), input_bytes + (head or 0))
+    most.look("loss", -1, held, sum(sending), runs[-1][0].input_bytes + (head or 0))
     for layer, count in reversed(runs):
         if layer.stored_bytes:
             sending = []
@@ -168,21 +178,21 @@ def add_up(
 
 def pass_bytes(number: int, layer: LayerFootprint, profile: StepProfile) -> int:
     """Bytes while a layer runs forward, beside what earlier ones left: see `add_up`."""
-    return (2 if number else 1) * profile.layer.items[0].num_bytes + layer.forward_bytes
+    # The first layer's input is the embedding itself, which a model of transformers holds beside later ones.
+    return (profile.forward_bytes if number else 0) + layer.input_bytes + layer.forward_bytes
 
 
-def layer_footprint(plan: LayerPlan, profile: StepProfile, cut: int) -> LayerFootprint:
+def layer_footprint(plan: LayerPlan, profile: LayerProfile, cut: int) -> LayerFootprint:
     """Bytes and seconds of one layer under a plan.
 
     Args:
         plan: the layer's.
-        profile: of the step.
+        profile: the layer's.
         cut: see `Plan`.
+
+    Raises:
+        ConfigError: the plan has tiles, and the profile none.
     """
-    return _layer(plan, profile.layer, profile.num_tokens, cut)
-
-
-def _layer(plan: LayerPlan, profile: LayerProfile, rows: int, cut: int) -> LayerFootprint:
     if plan.mode in ("keep", "whole"):
         is_kept = plan.mode == "keep"
         moved = 0 if is_kept else _pages(profile.saved_bytes)
@@ -190,12 +200,14 @@ def _layer(plan: LayerPlan, profile: LayerProfile, rows: int, cut: int) -> Layer
             resident_bytes=profile.saved_bytes if is_kept else 0,
             stored_bytes=moved,
             buffer_bytes=moved,
+            input_bytes=profile.input_bytes,
             forward_bytes=profile.kept.forward,
             backward_bytes=profile.kept.backward,
             forward_s=profile.forward_s,
+            backward_s=profile.backward_s,
             replay_s=0.0,
         )
-    tiles, items = profile.tiles, profile.items
+    tiles, items, rows = profile.tiles, profile.items, profile.num_tokens
     forward_s, replay_s, levels = profile.forward_s, profile.replay_s, profile.levels
     if plan.mode == "tiles":
         if tiles is None:
@@ -223,9 +235,11 @@ def _layer(plan: LayerPlan, profile: LayerProfile, rows: int, cut: int) -> Layer
         resident_bytes=resident,
         stored_bytes=stored,
         buffer_bytes=buffer,
+        input_bytes=profile.input_bytes,
         forward_bytes=level.forward,
         backward_bytes=level.backward,
         forward_s=forward_s,
+        backward_s=profile.backward_s,
         replay_s=replay_s,
     )
 

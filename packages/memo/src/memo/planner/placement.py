@@ -119,7 +119,8 @@ def check_possible(least: StepProfile, budget: Budget) -> None:
 def _kinds(profile: StepProfile, budget: Budget) -> Iterator[list[Candidates]]:
     """Plans without tiles, and then those by tiles; each without a loss in blocks, and then with one."""
     has_block_loss = profile.block_head_s is not None and profile.block_head_bytes is not None
-    for has_tiles in (False, True) if profile.layer.tiles is not None else (False,):
+    can_tile = any(kind.tiles is not None for kind in profile.kinds)
+    for has_tiles in (False, True) if can_tile else (False,):
         yield [
             Candidates(profile, budget, has_block_loss=has_blocks, has_tiles=has_tiles)
             for has_blocks in ((False, True) if has_block_loss else (False,))
@@ -149,9 +150,9 @@ def _fastest(
 
 
 def _described(one: Candidate, plan: Plan, prediction: Predicted, profile: StepProfile) -> Plan:
-    layer = profile.layer
-    plain_s = profile.num_layers * (layer.forward_s + layer.backward_s) + profile.head_s
-    again_s = plain_s + profile.num_layers * layer.replay_at_s(1)
+    plain_s = profile.passes_s + profile.head_s
+    replays_s = (kind.replay_at_s(1) if kind.can_replay else 0.0 for kind in profile.layers)
+    largest = max(profile.kinds, key=lambda kind: kind.saved_bytes)
     return replace(
         plan,
         prediction={
@@ -164,10 +165,10 @@ def _described(one: Candidate, plan: Plan, prediction: Predicted, profile: StepP
             "exposed_s": prediction.exposed_s,
             "replayed_s": prediction.replayed_s,
             "kept_s": plain_s,
-            "recomputed_s": again_s,
+            "recomputed_s": plain_s + sum(replays_s),
             "num_tokens": profile.num_tokens,
-            "item_bytes": {item.name: item.num_bytes for item in layer.items},
-            "saved_bytes": layer.saved_bytes,
+            "item_bytes": {item.name: item.num_bytes for item in largest.items},
+            "saved_bytes": largest.saved_bytes,
             "details": dict(profile.details or {}),
         },
     )

@@ -5,8 +5,8 @@ Measured by `profiler`, or computed from a device's data sheet; plans are made o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 from memo.planner.layer_plan import ATTENTION, INPUT
 from shared.errors import DataError
@@ -67,6 +67,8 @@ class LayerProfile:
     """One layer's passes.
 
     Attributes:
+        num_tokens: rows of its input.
+        input_bytes: of its input.
         items: the input first, then those whose bytes save the most seconds.
         saved_bytes: all that autograd saves of it, the input included, parameters not.
         forward_s, backward_s: without a plan.
@@ -78,6 +80,8 @@ class LayerProfile:
         tiles: of its passes by tiles; None where it cannot go by tiles.
     """
 
+    num_tokens: int
+    input_bytes: int
     items: tuple[ItemProfile, ...]
     saved_bytes: int
     forward_s: float
@@ -105,36 +109,59 @@ class StepProfile:
     """One training step, forward and backward of one micro-batch.
 
     Attributes:
-        layer: of each of the layers, which are alike.
-        num_layers: how many there are.
+        layers: of each of the layers, in the order of the forward; one object for all that are alike.
         num_tokens: of the batch.
         head_s: seconds of all else: embedding, loss and their backward.
-        head_bytes: most bytes of all else while the loss is computed and run backward, logits among them.
-        given_bytes: of what all layers are given beside their inputs: embeddings of positions, masks.
-        block_head_s, block_head_bytes: the same when the loss is computed in blocks; None where it cannot.
+        head_bytes: most bytes of all else while the loss is computed and run backward, logits among them, beyond the
+            last layer's result.
+        given_bytes: of all that is there from the first layer's forward to its backward beside what layers left:
+            embeddings of positions, masks, what an encoder left.
+        forward_bytes: of what is beside a later layer's input during the forward only, such as token embeddings.
+        outer_bytes: most bytes before the first layer's forward and after its backward.
+        block_head_s, block_head_bytes: head's when the loss is computed in blocks; None where it cannot.
         fixed_bytes: what is on the device throughout: parameters, their gradients, optimizer states, and
             the process itself.
         send, fetch: the way to the store and back, measured while layers compute; None: no store.
         slowdown: factor by which passes take longer while copies run beside them, at least 1.
+        input_shape: of the first layer's input; None where no batch was given.
         details: how it was made, by name: device, date, versions.
     """
 
-    layer: LayerProfile
-    num_layers: int
+    layers: tuple[LayerProfile, ...]
     num_tokens: int
     head_s: float
     head_bytes: int
     fixed_bytes: int
     given_bytes: int = 0
+    forward_bytes: int = 0
+    outer_bytes: int = 0
     block_head_s: float | None = None
     block_head_bytes: int | None = None
     send: Link | None = None
     fetch: Link | None = None
     slowdown: float = 1.0
+    input_shape: tuple[int, ...] | None = None
     details: Mapping[str, str] | None = None
+
+    @property
+    def kinds(self) -> list[LayerProfile]:
+        """Layers that differ, in the order in which they come."""
+        return list({id(one): one for one in self.layers}.values())
+
+    @property
+    def passes_s(self) -> float:
+        """Seconds of all layers' passes where autograd keeps everything."""
+        return sum(one.forward_s + one.backward_s for one in self.layers)
+
+    def with_layers(self, change: Callable[[LayerProfile], LayerProfile]) -> StepProfile:
+        """The same step with each of its kinds of layers changed."""
+        changed = {id(one): change(one) for one in self.kinds}
+        return replace(self, layers=tuple(changed[id(one)] for one in self.layers))
 
 
 def least_layer(
+    num_tokens: int,
+    input_bytes: int,
     item_bytes: Mapping[str, int],
     saved_bytes: int,
     kept: PassBytes,
@@ -147,7 +174,7 @@ def least_layer(
 
     Args:
         item_bytes: of each item, by name.
-        saved_bytes, kept, tiles: see `LayerProfile`.
+        num_tokens, input_bytes, saved_bytes, kept, tiles: see `LayerProfile`.
     """
     names = [name for name in (INPUT, ATTENTION) if name in item_bytes]
     there, levels = 0, []
@@ -155,6 +182,8 @@ def least_layer(
         there += item_bytes[name]
         levels.append(PassBytes(forward=0, backward=max(0, saved_bytes - there)))
     return LayerProfile(
+        num_tokens=num_tokens,
+        input_bytes=input_bytes,
         items=tuple(
             ItemProfile(name=name, num_bytes=item_bytes[name], recompute_s=0.0) for name in names
         ),

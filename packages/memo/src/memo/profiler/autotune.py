@@ -14,38 +14,34 @@ import torch
 from torch import Tensor, nn
 
 from memo.config import Budget, read_bytes, shown
-from memo.planner.layer_plan import ATTENTION, INPUT, LayerPlan
 from memo.planner.placement import check_possible, fits, place
 from memo.planner.plan import Plan
 from memo.planner.profile import (
-    ItemProfile,
     LayerProfile,
     PassBytes,
     StepProfile,
     TilesProfile,
     least_layer,
 )
-from memo.profiler.head import (
-    capture_call,
-    count_block_head,
-    count_given,
-    count_head,
-    measure_head,
-    shortened,
-)
-from memo.profiler.layer_bytes import LayerBytes, count_bytes
+from memo.profiler.calls import LayerCall, capture_calls, shortened
+from memo.profiler.head import OutsideBytes, count_outside, measure_head
+from memo.profiler.kinds import LayerKind, find_kinds
 from memo.profiler.process_memory import bytes_to_come, fixed_bytes
 from memo.profiler.timing.layer_tiles import count_tiles, measure_tiles
-from memo.profiler.timing.layer_times import LayerTimes, forward_s, measure_layer
+from memo.profiler.timing.layer_times import forward_s, measure_layer
 from memo.profiler.timing.store_rate import measure_store
 from memo.profiler.untouched import untouched
 from memo.runtime.attention import offer_attention
 from memo.runtime.block_loss import has_block_loss, offer_block_loss
 from memo.runtime.device_memory import give_back_at_once, resident_bytes
 from memo.runtime.host_memory import keep_within_host
-from memo.runtime.layers import attention_names, check_untouched, device_of, find_layers
-from memo.runtime.recording.arguments import input_of
-from memo.runtime.recording.calls import NotRepeatable
+from memo.runtime.layers import (
+    attention_names,
+    check_untouched,
+    device_of,
+    find_layers,
+    kind_of,
+)
 from memo.runtime.stores import open_store
 from memo.runtime.tiling.row_locality import Proofs
 from memo.simulator import simulate
@@ -123,7 +119,9 @@ def autotune(
         room_bytes=budget.device_bytes - resident_bytes(device),
         budget=budget,
     )
-    return place(profile, budget, store, predict=simulate)
+    plan = place(profile, budget, store, predict=simulate)
+    kinds = tuple(map(kind_of, find_layers(model, layers)))
+    return replace(plan, layer_kinds=kinds, input_shape=profile.input_shape)
 
 
 def measure_profile(
@@ -181,7 +179,7 @@ def measure_profile(
         return fixed_bytes(device) + to_come
 
     before = fixed()
-    with untouched(model, batch, idle=found[1:]):
+    with untouched(model, batch):
         profile = _measure(
             model, found, batch, store, store_limit_bytes, room_bytes, budget, before, fixed
         )
@@ -203,96 +201,151 @@ def _measure(
     fixed: Callable[[], int],
 ) -> StepProfile:
     """See `measure_profile`; fixed bytes are those of the store alone."""
-    layer, proofs = found[0], Proofs()
-    tiles: TilesProfile | None = None
+    device = device_of(model)
     # One that cannot be opened is told before anything is measured.
-    opened = None if store is None else open_store(store, device=device_of(model))
+    opened = None if store is None else open_store(store, device=device)
     undo = [offer_attention(name) for name in attention_names(found)]
     try:
-        args, kwargs = capture_call(model, found, batch)
-        source = input_of(args, kwargs)
-        num_tokens = source.numel() // source.shape[-1]
-        given_bytes = count_given(args, kwargs, batch)
-        whole = _count_items(layer, args, kwargs)
-        plain = count_bytes(layer, args, kwargs, LayerPlan())
-        head_bytes = count_head(model, found, batch)
+        calls = capture_calls(model, found, batch)
+        outside = count_outside(model, found, calls, batch)
+        calls = _needing(calls, outside)
+        kinds, numbers = find_kinds(found, calls)
+        items = [kind.item_bytes() for kind in kinds]
+        tiles: list[TilesProfile | None] = [None] * len(kinds)
+        num_tokens = max(kind.call.num_rows for kind in kinds)
+        input_shape = tuple(_call_of(calls, kinds[0]).source.shape)
         link = None if store is None else Link.from_rate(1.0)
-        least = StepProfile(
-            layer=least_layer(whole.item_bytes, plain.held_bytes, plain.passes),
-            num_layers=len(found),
-            num_tokens=num_tokens,
+
+        def step_of(layers: Sequence[LayerProfile], **known: Any) -> StepProfile:
+            return StepProfile(
+                layers=tuple(layers[number] for number in numbers),
+                num_tokens=num_tokens,
+                input_shape=input_shape,
+                head_bytes=outside.head_bytes,
+                given_bytes=outside.given_bytes,
+                forward_bytes=outside.forward_bytes,
+                outer_bytes=outside.outer_bytes,
+                **known,
+            )
+
+        def least_of(tiles: Sequence[TilesProfile | None]) -> list[LayerProfile]:
+            return [
+                least_layer(
+                    kind.call.num_rows,
+                    kind.call.source.nbytes,
+                    item_bytes,
+                    kind.plain.held_bytes,
+                    kind.plain.passes,
+                    one,
+                )
+                for kind, item_bytes, one in zip(kinds, items, tiles, strict=True)
+            ]
+
+        least = step_of(
+            least_of(tiles),
             head_s=0.0,
-            head_bytes=head_bytes,
             block_head_s=0.0,
             block_head_bytes=0 if has_block_loss(model) else None,
             fixed_bytes=fixed_before - _NOISE_BYTES,
-            given_bytes=given_bytes,
             send=link,
             fetch=link,
         )
         if budget is not None and not fits(least, budget):
-            least = replace(least, fixed_bytes=least.fixed_bytes - _garbage_bytes(source.device))
-            check_possible(replace(least, layer=replace(least.layer, tiles=_FREE_TILES)), budget)
-            tiles = count_tiles(layer, (args, kwargs), proofs)
-            check_possible(replace(least, layer=replace(least.layer, tiles=tiles)), budget)
-        needed = max(plain.held_bytes + plain.passes.forward + plain.passes.backward, head_bytes)
+            least = replace(least, fixed_bytes=least.fixed_bytes - _garbage_bytes(device))
+            free = least_of([_FREE_TILES] * len(kinds))
+            check_possible(replace(least, layers=tuple(free[one] for one in numbers)), budget)
+            tiles = [_count_tiles(kind) for kind in kinds]
+            counted = least_of(tiles)
+            check_possible(replace(least, layers=tuple(counted[one] for one in numbers)), budget)
+        passes = [kind.plain.passes for kind in kinds]
+        needed = max(
+            outside.head_bytes,
+            *(
+                kind.plain.held_bytes + one.forward + one.backward
+                for kind, one in zip(kinds, passes, strict=True)
+            ),
+        )
         factor = _fitting(batch, needed, room_bytes)
-        factor = _quick(model, found, batch, factor)
+        factor = _quick(model, found, batch, kinds, factor)
         short = batch if factor == 1 else shortened(batch, factor)
         assert short is not None
-        called = (args, kwargs) if factor == 1 else capture_call(model, found, short)
-        times = measure_layer(layer, *called, list(whole.item_bytes))
-        described = _describe_layer(
-            whole,
-            plain,
-            times.scaled(factor),
-            lambda plan: count_bytes(layer, args, kwargs, plan),
-        )
+        short_calls = calls
+        if factor != 1:
+            short_calls = _needing(capture_calls(model, found, short), outside)
+        times = []
+        for kind, item_bytes in zip(kinds, items, strict=True):
+            call = _call_of(short_calls, kind)
+            with call.settings():
+                times.append(measure_layer(kind.layer, call.args, call.kwargs, list(item_bytes)))
+        layers = [
+            kind.describe(item_bytes, spent.scaled(factor), None)
+            for kind, item_bytes, spent in zip(kinds, items, times, strict=True)
+        ]
+        usual = kinds[max(set(numbers), key=numbers.count)]
+        work_call = _call_of(short_calls, usual)
 
         def work() -> None:
-            with torch.no_grad():
-                layer(*called[0], **called[1])
+            with torch.no_grad(), work_call.settings():
+                usual.layer(*work_call.args, **work_call.kwargs)
 
         limits = [one for one in (store_limit_bytes, room_bytes) if one is not None]
         rate = None
         if opened is not None:
-            rate = measure_store(
-                opened, work, device=source.device, limit_bytes=min(limits, default=None)
-            )
-        head_s = measure_head(model, found, short) * factor
-        block_head_s, block_head_bytes = _block_head(model, found, short, factor)
-        profile = StepProfile(
-            layer=described,
-            num_layers=len(found),
-            num_tokens=num_tokens,
+            rate = measure_store(opened, work, device=device, limit_bytes=min(limits, default=None))
+        head_s = measure_head(model, found, short_calls, short) * factor
+        block_head_s, block_head_bytes = _block_head(model, found, short_calls, short, factor)
+        profile = step_of(
+            layers,
             head_s=head_s,
-            head_bytes=head_bytes,
             block_head_s=block_head_s,
             block_head_bytes=block_head_bytes,
             fixed_bytes=0 if rate is None else rate.own_bytes,
-            given_bytes=given_bytes,
             send=None if rate is None else rate.send,
             fetch=None if rate is None else rate.fetch,
             slowdown=1.0 if rate is None else rate.slowdown,
             details={
-                "device": _device_name(source.device),
+                "device": _device_name(device),
                 "torch": str(torch.__version__),
                 "store": store or "none",
                 "seconds": f"measured at {num_tokens // factor:,} tokens",
             },
         )
         as_found = replace(profile, fixed_bytes=profile.fixed_bytes + fixed() + _NOISE_BYTES)
-        if times.can_replay and (budget is None or not fits(as_found, budget)):
-            tiles = tiles or count_tiles(layer, (args, kwargs), proofs)
-            if tiles is not None:
-                tiles = measure_tiles(layer, called, tiles, times, factor, proofs)
-            profile = replace(profile, layer=replace(described, tiles=tiles))
+        if budget is None or not fits(as_found, budget):
+            for place, (kind, spent) in enumerate(zip(kinds, times, strict=True)):
+                if spent.can_replay:
+                    counted_tiles = tiles[place] or _count_tiles(kind)
+                    call = _call_of(short_calls, kind)
+                    measured = counted_tiles and measure_tiles(
+                        kind.layer, (call.args, call.kwargs), counted_tiles, spent, factor, Proofs()
+                    )
+                    layers[place] = replace(layers[place], tiles=measured)
+            profile = replace(profile, layers=tuple(layers[number] for number in numbers))
     finally:
         for one in undo:
             one()
         if opened is not None:
             opened.close()
     return profile
+
+
+def _needing(calls: list[LayerCall | None], outside: OutsideBytes) -> list[LayerCall | None]:
+    """Calls whose tensors need gradients where they do in a step."""
+    return [
+        None if call is None else call.needing(outside.needing[number])
+        for number, call in enumerate(calls)
+    ]
+
+
+def _call_of(calls: list[LayerCall | None], kind: LayerKind) -> LayerCall:
+    call = calls[kind.number]
+    assert call is not None
+    return call
+
+
+def _count_tiles(kind: LayerKind) -> TilesProfile | None:
+    with kind.call.settings():
+        return count_tiles(kind.layer, (kind.call.args, kind.call.kwargs), Proofs())
 
 
 def _garbage_bytes(device: torch.device) -> int:
@@ -338,92 +391,50 @@ def _fitting(batch: Mapping[str, Any], needed_bytes: int, room_bytes: int | None
     return factor
 
 
-def _quick(model: nn.Module, found: list[nn.Module], batch: Mapping[str, Any], factor: int) -> int:
-    """That part, or a smaller one whose forward through a layer is short: it grows with the square at most."""
+def _quick(
+    model: nn.Module,
+    found: list[nn.Module],
+    batch: Mapping[str, Any],
+    kinds: list[LayerKind],
+    factor: int,
+) -> int:
+    """That part, or a smaller one whose forward through any layer is short: it grows with the square at most."""
     probe = factor
     while shortened(batch, 2 * probe, least_tokens=_PROBE_TOKENS) is not None:
         probe *= 2
     short = shortened(batch, probe)
     if probe == factor or short is None:
         return factor
-    args, kwargs = capture_call(model, found, short)
-    spent_s = forward_s(found[0], args, kwargs)
+    calls = capture_calls(model, found, short)
+    called = [(kind.layer, _call_of(calls, kind)) for kind in kinds]
+    spent_s = max(forward_s(layer, call.args, call.kwargs) for layer, call in called)
     while factor < probe and spent_s * (probe / factor) ** 2 > _LONGEST_S:
         factor *= 2
     return factor
 
 
 def _block_head(
-    model: nn.Module, layers: list[nn.Module], batch: Mapping[str, Any], factor: int
+    model: nn.Module,
+    layers: list[nn.Module],
+    calls: list[LayerCall | None],
+    batch: Mapping[str, Any],
+    factor: int,
 ) -> tuple[float | None, int | None]:
     """Seconds and bytes of what is outside of the layers with a loss in blocks; None where there is none."""
     half = shortened(batch, 2)
     if not has_block_loss(model) or half is None or not isinstance(batch.get("labels"), Tensor):
         return None, None
+    half_calls = capture_calls(model, layers, half)
     undo = offer_block_loss(model)
     try:
-        seconds = measure_head(model, layers, batch) * factor
-        num_bytes = count_block_head(model, layers, batch)
-        # What there is a token; the rest are blocks and sums, which no length changes.
-        grown = 2 * max(0, num_bytes - count_block_head(model, layers, half))
+        seconds = measure_head(model, layers, calls, batch) * factor
+        num_bytes = count_outside(model, layers, calls, batch, is_real=True).head_bytes
+        half_bytes = count_outside(model, layers, half_calls, half, is_real=True).head_bytes
     finally:
         undo()
+    # What there is a token; the rest are blocks and sums, which no length changes.
+    grown = 2 * max(0, num_bytes - half_bytes)
     return seconds, num_bytes + grown * (factor - 1)
-
-
-def _describe_layer(
-    whole: LayerBytes,
-    plain: LayerBytes,
-    times: LayerTimes,
-    count: Callable[[LayerPlan], LayerBytes],
-) -> LayerProfile:
-    """A layer's profile from its counted bytes and measured seconds.
-
-    Args:
-        whole: counted with every item kept.
-        plain: counted without a plan.
-        times: measured.
-        count: counts the layer under another plan.
-    """
-    items = [
-        ItemProfile(
-            name=name,
-            num_bytes=num_bytes,
-            recompute_s=0.0 if name == INPUT else times.call_s.get(name, 0.0),
-        )
-        for name, num_bytes in whole.item_bytes.items()
-    ]
-    first, *others = items
-    others.sort(key=lambda one: -one.recompute_s / max(one.num_bytes, 1))
-    ordered = [first, *others]
-    levels = [plain.passes] * len(ordered)
-    if times.can_replay:
-        kept = [frozenset(one.name for one in ordered[: num + 1]) for num in range(len(ordered))]
-        levels = [count(LayerPlan(mode="restore", resident=names)).passes for names in kept]
-    return LayerProfile(
-        items=tuple(ordered),
-        saved_bytes=plain.held_bytes,
-        forward_s=times.forward_s,
-        backward_s=times.backward_s,
-        replay_s=times.replay_s,
-        kept=plain.passes,
-        levels=tuple(levels),
-        can_replay=times.can_replay,
-    )
-
-
-def _count_items(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerBytes:
-    """Bytes with every item kept; only the input is one where the layer cannot run again."""
-    everything = frozenset([INPUT, ATTENTION, *_weights(layer)])
-    try:
-        return count_bytes(layer, args, kwargs, LayerPlan(mode="restore", resident=everything))
-    except NotRepeatable:
-        plain = count_bytes(layer, args, kwargs, LayerPlan())
-        return replace(plain, item_bytes={INPUT: input_of(args, kwargs).nbytes})
-
-
-def _weights(layer: nn.Module) -> list[str]:
-    return [name for name, one in layer.named_parameters() if one.ndim > 1]
 
 
 def _store_name(budget: Budget, device: torch.device) -> str:

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-)
-from torch.func import functional_call
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves
+from transformers.cache_utils import Cache
 
+from memo.profiler.calls import (
+    LayerCall,
+    count_given,
+    pass_on,
+    refusing,
+    replaced,
+    run_on_fakes,
+    tensors_by_path,
+)
 from memo.profiler.clock import now, untouched_gradients
 from memo.profiler.storage_meter import StorageMeter
 from memo.profiler.untouched import watch_writes
@@ -24,128 +30,198 @@ from memo.runtime.recording.arguments import input_of, tensors_in
 from memo.runtime.recording.calls import address
 from shared.errors import ConfigError
 
-__all__ = [
-    "capture_call",
-    "count_block_head",
-    "count_given",
-    "count_head",
-    "loss_of",
-    "measure_head",
-    "pass_on",
-    "refuse_batch",
-    "replaced",
-    "shortened",
-]
+__all__ = ["OutsideBytes", "count_outside", "loss_of", "measure_head"]
+
+_log = logging.getLogger(__name__)
+
+Calls = Sequence[LayerCall | None]
 
 
-class _Captured(Exception):
-    """The first layer's arguments are known: the rest of the forward is not needed."""
+@dataclass(frozen=True, slots=True)
+class OutsideBytes:
+    """Bytes outside of the layers, gradients of parameters left out.
+
+    Attributes:
+        given_bytes, forward_bytes, head_bytes, outer_bytes: see `StepProfile`.
+        needing: of each layer that is called, the paths to tensors among its arguments that need a gradient.
+    """
+
+    given_bytes: int
+    forward_bytes: int
+    head_bytes: int
+    outer_bytes: int
+    needing: Mapping[int, frozenset[str]]
 
 
-@contextmanager
-def replaced(layers: list[nn.Module], forward: Callable[..., Any]) -> Iterator[None]:
-    """Layers with another forward for a while."""
-    for layer in layers:
-        layer.forward = forward  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        for layer in layers:
-            del layer.forward
+def count_outside(
+    model: nn.Module,
+    layers: Sequence[nn.Module],
+    calls: Calls,
+    batch: Mapping[str, Any],
+    *,
+    is_real: bool = False,
+) -> OutsideBytes:
+    """Counts bytes of a forward and a backward without the layers.
 
+    On fake tensors: nothing is computed, nothing allocated. Where shapes follow from values, as where only some
+    tokens' logits count, they are counted as the model runs.
 
-def capture_call(
-    model: nn.Module, layers: list[nn.Module], batch: Mapping[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What a model calls its first layer with; the layer's input needs a gradient, as that of later ones does.
+    Args:
+        model: inside of `untouched`.
+        layers: its layers.
+        calls: of its layers, on this batch.
+        batch: its arguments.
+        is_real: whether it runs in any case.
 
     Raises:
-        ConfigError: the model fails on this batch, or does not call its layers.
+        ConfigError: the model fails on this batch, or nothing of its result needs a gradient.
     """
-    found: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+    counted = _Counted(model, layers, calls)
+    if not is_real:
+        try:
+            with torch.enable_grad():
+                return run_on_fakes(counted, **batch)
+        except Exception as error:  # noqa: BLE001 - what a model raises on real tensors is its own error
+            _log.info("%s: run, as it fails on fake tensors: %s", type(model).__name__, error)
+    with untouched_gradients(model), torch.enable_grad(), refusing(model), watch_writes():
+        for one in model.parameters():
+            one.grad = torch.zeros_like(one) if one.requires_grad else None
+        return counted(**batch)
+
+
+class _Counted(nn.Module):
+    """A model that counts what it takes outside of its layers."""
+
+    def __init__(self, model: nn.Module, layers: Sequence[nn.Module], calls: Calls) -> None:
+        super().__init__()
+        self.model = model
+        self._layers, self._calls = list(layers), calls  # a list: no submodules of this one
+
+    def forward(self, **batch: Any) -> OutsideBytes:
+        watch = _Watch()
+        forwards = [
+            _stub(layer, call, watch, number)
+            for number, (layer, call) in enumerate(zip(self._layers, self._calls, strict=True))
+        ]
+        with watch.meter, replaced(self._layers, forwards):
+            loss = loss_of(self.model(**batch))
+            if not loss.requires_grad:
+                raise ConfigError(
+                    f"{type(self.model).__name__}: expected a loss that needs a gradient, got one that none of the "
+                    "trained parameters reaches; plan for the model that your loop trains"
+                )
+            loss.backward()
+        given = [(call.args, call.kwargs) for call in self._calls if call is not None]
+        return watch.outside(count_given(given, batch))
+
+
+class _Watch:
+    """Most bytes between the layers' passes, and bytes that are there at each."""
+
+    def __init__(self) -> None:
+        self.meter = StorageMeter()
+        self._needing: dict[int, frozenset[str]] = {}
+        self._given: dict[int, Tensor] = {}
+        self._before = 0
+        self._inner: list[int] = []
+        self._forward: list[int] = []
+        self._backward: list[int] = []
+        self._source_bytes = 0
+
+    def enter(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Notes what is there before a layer's forward."""
+        source = input_of(args, kwargs)
+        tensors = tensors_by_path(args, kwargs)
+        self._needing[number] = frozenset(
+            path for path, one in tensors.items() if one.requires_grad
+        )
+        self._given |= {address(one): one for one in tensors.values() if one is not source}
+        if self._forward:
+            self._inner.append(self.meter.peak_bytes)
+        else:
+            self._before = self.meter.peak_bytes
+        self._source_bytes = self.meter.bytes_of(source)
+        self._forward.append(self.meter.live_bytes - self._source_bytes)
+        self.meter.mark()
+
+    def leave(self, gradient: Tensor) -> None:
+        """Notes what is there before a layer's backward."""
+        self._inner.append(self.meter.peak_bytes)
+        self._backward.append(self.meter.live_bytes - self.meter.bytes_of(gradient))
+        self.meter.mark()
+
+    def outside(self, given_bytes: int) -> OutsideBytes:
+        """What was noted, when the backward is over.
+
+        Args:
+            given_bytes: of what layers are given in a real step. On fake tensors models make masks that they do
+                without where they can look at values.
+        """
+        if not self._backward:  # no layer is run backward: all of it is the head's
+            self._inner.append(self.meter.peak_bytes)
+        given = max([*self._forward[:1], *self._backward], default=0)
+        made = sum(map(self.meter.bytes_of, self._given.values()))
+        return OutsideBytes(
+            given_bytes=given - made + given_bytes,
+            forward_bytes=max(0, max(self._forward[1:], default=0) - given),
+            head_bytes=max(0, max(self._inner, default=0) - given - self._source_bytes),
+            outer_bytes=max(0, max(self._before, self.meter.peak_bytes) - given),
+            needing=self._needing,
+        )
+
+
+def _stub(
+    layer: nn.Module, call: LayerCall | None, watch: _Watch | None, number: int
+) -> Callable[..., Any]:
+    """A layer's forward that returns its input, and needs gradients as the layer itself does."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        found.append((args, kwargs))
-        raise _Captured
+        assert call is not None
+        args = tuple(None if isinstance(one, Cache) else one for one in args)
+        kwargs = without_cache(kwargs)
+        source = input_of(args, kwargs)
+        if watch is not None:
+            watch.enter(number, args, kwargs)
+        others = [
+            one
+            for one in tensors_in((args, kwargs))
+            if one is not source and one.requires_grad and one.is_floating_point()
+        ]
+        is_trained = any(one.requires_grad for one in layer.parameters())
+        anchor = None
+        if watch is not None or others or (is_trained and not source.requires_grad):
+            anchor = torch.zeros((), device=source.device, requires_grad=is_trained)
+            for one in others:
+                anchor = anchor + one.reshape(-1)[:1].sum().to(anchor.dtype) * 0
+        out = pass_on(call.result, source, anchor)
+        result = next(one for one in tree_leaves(out) if isinstance(one, Tensor))
+        if watch is not None and result.requires_grad:
+            result.register_hook(watch.leave)
+        return out
 
-    with replaced(layers, forward), torch.no_grad(), _refusing(model), watch_writes():
-        try:
-            model(**batch)
-        except _Captured:
-            return _needing_gradient(*found[0])
-    raise ConfigError(
-        f"{type(model).__name__}: expected its forward to call its layers on this batch, got none called; "
-        "name the layers, or give the batch that your loop gives"
-    )
-
-
-def count_given(args: tuple[Any, ...], kwargs: dict[str, Any], batch: Mapping[str, Any]) -> int:
-    """Bytes of what a layer is called with beside its input and the batch: it lives as long as a step."""
-    there = {address(one) for one in (*tensors_in(dict(batch)), input_of(args, kwargs))}
-    given = {address(one): one for one in tensors_in((args, without_cache(kwargs)))}
-    return sum(one.untyped_storage().nbytes() for at, one in given.items() if at not in there)
-
-
-@contextmanager
-def _refusing(model: nn.Module) -> Iterator[None]:
-    """Says that a model does not run on a batch where it fails."""
-    try:
-        yield
-    except (torch.OutOfMemoryError, ConfigError):
-        raise
-    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
-        raise refuse_batch(model, error) from error
-
-
-def refuse_batch(module: nn.Module, error: Exception) -> ConfigError:
-    """The error that says that a model, or a layer of it, does not run on a batch."""
-    first, *_ = str(error).strip().splitlines() or [type(error).__name__]
-    return ConfigError(
-        f"batch: expected arguments that {type(module).__name__} runs on, got: {first}; give the batch that your "
-        "loop gives"
-    )
-
-
-def _needing_gradient(
-    args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    source = input_of(args, kwargs)
-    given = source.detach().requires_grad_(True)
-    return (
-        tuple(given if one is source else one for one in args),
-        {key: given if one is source else one for key, one in kwargs.items()},
-    )
-
-
-def shortened(
-    batch: Mapping[str, Any], factor: int, *, least_tokens: int = 1
-) -> dict[str, Any] | None:
-    """A batch whose sequences have their first tokens only, one in `factor`.
-
-    None where its tensors are not [batch, tokens], or too few tokens would be left.
-    """
-    tensors = [one for one in batch.values() if isinstance(one, Tensor)]
-    shapes = {tuple(one.shape) for one in tensors}
-    if len(shapes) != 1 or tensors[0].ndim != 2 or tensors[0].shape[1] // factor < least_tokens:
-        return None
-    length = tensors[0].shape[1] // factor
-    return {
-        name: one[:, :length].contiguous() if isinstance(one, Tensor) else one
-        for name, one in batch.items()
-    }
+    return forward
 
 
 def measure_head(
-    model: nn.Module, layers: list[nn.Module], batch: Mapping[str, Any], *, repeats: int = 2
+    model: nn.Module,
+    layers: Sequence[nn.Module],
+    calls: Calls,
+    batch: Mapping[str, Any],
+    *,
+    repeats: int = 2,
 ) -> float:
     """Seconds of forward and backward without the layers; gradients are left as they were.
+
+    Args:
+        model, layers, calls, batch: see `count_outside`.
+        repeats: of which the quickest counts.
 
     Raises:
         ConfigError: the model fails on this batch.
     """
     device = next(model.parameters()).device
     seconds = []
-    with _without_layers(model, layers):
+    with _without_layers(model, layers, calls):
         with watch_writes():
             loss_of(model(**batch)).backward()
         for _ in range(repeats):
@@ -155,83 +231,20 @@ def measure_head(
     return min(seconds)
 
 
-def count_block_head(model: nn.Module, layers: list[nn.Module], batch: Mapping[str, Any]) -> int:
-    """Most bytes of forward and backward without the layers, gradients of parameters left out.
-
-    Counted while it runs: which tokens count is known by their values only.
-
-    Raises:
-        ConfigError: the model fails on this batch.
-    """
-    with _without_layers(model, layers):
-        with watch_writes():
-            loss_of(model(**batch)).backward()  # gradients are there from now on
-        with StorageMeter() as meter:
-            loss_of(model(**batch)).backward()
-    return meter.peak_bytes
-
-
-def count_head(model: nn.Module, layers: list[nn.Module], batch: Mapping[str, Any]) -> int:
-    """Most bytes of forward and backward without the layers, gradients of parameters left out.
-
-    Counted on fake tensors: nothing is computed, nothing allocated. Where shapes follow from values, as where
-    only some tokens' logits count, it is counted as it runs.
-
-    Raises:
-        ConfigError: the model fails on this batch.
-    """
-    with _refusing(model):
-        try:
-            return _count_fake_head(model, layers, batch)
-        except (DataDependentOutputException, DynamicOutputShapeException):
-            return count_block_head(model, layers, batch)
-
-
-def _count_fake_head(model: nn.Module, layers: list[nn.Module], batch: Mapping[str, Any]) -> int:
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-
-    def fake(value: Any) -> Any:
-        return mode.from_tensor(value.detach()) if isinstance(value, Tensor) else value
-
-    tensors = {
-        f"model.{name}": nn.Parameter(fake(one), one.requires_grad)
-        if isinstance(one, nn.Parameter)
-        else fake(one)
-        for name, one in (*model.named_parameters(), *model.named_buffers())
-    }
-    with mode, replaced(layers, pass_on):
-        for one in tensors.values():
-            if one.requires_grad:
-                one.grad = torch.zeros_like(one)
-        return functional_call(_Counted(model), tensors, (), tree_map(fake, dict(batch)))
-
-
 @contextmanager
-def _without_layers(model: nn.Module, layers: list[nn.Module]) -> Iterator[None]:
+def _without_layers(model: nn.Module, layers: Sequence[nn.Module], calls: Calls) -> Iterator[None]:
     """For a model that is run forward and backward with layers that pass their input on."""
+    forwards = [
+        _stub(layer, call, None, number)
+        for number, (layer, call) in enumerate(zip(layers, calls, strict=True))
+    ]
     with (
         untouched_gradients(model),
-        replaced(layers, pass_on),
+        replaced(layers, forwards),
         torch.enable_grad(),
-        _refusing(model),
+        refusing(model),
     ):
         yield
-
-
-class _Counted(nn.Module):
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, **batch: Any) -> int:
-        with StorageMeter() as meter, torch.enable_grad():
-            loss_of(self.model(**batch)).backward()
-            return meter.peak_bytes
-
-
-def pass_on(*args: Any, **kwargs: Any) -> Tensor:
-    """A layer's forward that returns its input."""
-    return input_of(args, kwargs)
 
 
 def loss_of(out: Any) -> Tensor:

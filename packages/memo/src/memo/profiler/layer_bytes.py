@@ -7,20 +7,17 @@ whose shapes follow from values (experts that choose their rows) is counted as i
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.func import functional_call
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves
 
 from memo.planner.layer_plan import CUT, LayerPlan
 from memo.planner.profile import PassBytes
+from memo.profiler.calls import refusing, run_on_fakes
 from memo.profiler.clock import untouched_gradients
-from memo.profiler.head import refuse_batch
 from memo.profiler.storage_meter import StorageMeter
 from memo.profiler.untouched import watch_writes
 from memo.runtime.layers import named_memory, without_cache
@@ -28,7 +25,14 @@ from memo.runtime.recording.record import LayerRecord
 from memo.runtime.tiling.record import TiledRecord
 from memo.runtime.tiling.row_locality import Proofs
 
-__all__ = ["LayerBytes", "count_bytes", "count_passes", "first_tensor"]
+__all__ = [
+    "LayerBytes",
+    "LayerPasses",
+    "count_bytes",
+    "count_passes",
+    "first_tensor",
+    "run_backward",
+]
 
 _log = logging.getLogger(__name__)
 
@@ -48,15 +52,16 @@ class LayerBytes:
     item_bytes: dict[str, int]
 
 
-class _Passes(nn.Module):
+class LayerPasses(nn.Module):
     """A layer's forward and backward as a module's forward, so that its parameters can be replaced."""
 
-    def __init__(self, layer: nn.Module, run: Callable[..., LayerBytes]) -> None:
+    def __init__(self, layer: nn.Module, plan: LayerPlan, proofs: Proofs | None) -> None:
         super().__init__()
-        self.layer, self._run = layer, run
+        self.layer, self._plan, self._proofs = layer, plan, proofs
 
     def forward(self, *args: Any, **kwargs: Any) -> LayerBytes:
-        return self._run(self.layer, args, kwargs)
+        """Counts both passes."""
+        return count_passes(self.layer, args, kwargs, self._plan, self._proofs)
 
 
 def count_bytes(
@@ -74,45 +79,17 @@ def count_bytes(
         plan: items that it names count as if they stayed; those that come back from a store take buffers,
             which are not counted here.
         proofs: what is known of the layer, for a plan with tiles: nothing can be found out here.
+
+    Raises:
+        ConfigError: the layer fails.
     """
     kwargs = without_cache(kwargs)
     try:
-        return _count_fake(layer, args, kwargs, plan, proofs)
+        with torch.enable_grad():
+            return run_on_fakes(LayerPasses(layer, plan, proofs), *args, **kwargs)
     except RuntimeError as error:
         _log.info("%s: counted as it runs, not on fake tensors: %s", type(layer).__name__, error)
         return _count_real(layer, args, kwargs, plan, proofs)
-
-
-def _count_fake(
-    layer: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    plan: LayerPlan,
-    proofs: Proofs | None,
-) -> LayerBytes:
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-
-    def fake(value: Any) -> Any:
-        if isinstance(value, FakeTensor) or not isinstance(value, Tensor):
-            return value
-        return mode.from_tensor(value.detach()).requires_grad_(value.requires_grad)
-
-    tensors = {
-        f"layer.{name}": nn.Parameter(fake(one), one.requires_grad)
-        if isinstance(one, nn.Parameter)
-        else fake(one)
-        for name, one in (*layer.named_parameters(), *layer.named_buffers())
-    }
-    args, kwargs = tree_map(fake, (args, kwargs))
-
-    def run(inner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerBytes:
-        return count_passes(inner, args, kwargs, plan, proofs)
-
-    with mode:
-        for one in tensors.values():
-            if one.requires_grad:
-                one.grad = torch.zeros_like(one)
-        return functional_call(_Passes(layer, run), tensors, args, kwargs)
 
 
 def _count_real(
@@ -124,20 +101,16 @@ def _count_real(
 ) -> LayerBytes:
     """Counts passes that are computed; gradients and random numbers are left as they were."""
     devices = list({one.device for one in layer.parameters() if one.is_cuda})
-    try:
-        with (
-            untouched_gradients(layer),
-            watch_writes(),
-            torch.random.fork_rng(devices),
-            torch.enable_grad(),
-        ):
-            for one in layer.parameters():
-                one.grad = torch.zeros_like(one) if one.requires_grad else None
-            return count_passes(layer, args, kwargs, plan, proofs)
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError as error:
-        raise refuse_batch(layer, error) from error
+    with (
+        untouched_gradients(layer),
+        watch_writes(),
+        torch.random.fork_rng(devices),
+        torch.enable_grad(),
+        refusing(layer),
+    ):
+        for one in layer.parameters():
+            one.grad = torch.zeros_like(one) if one.requires_grad else None
+        return count_passes(layer, args, kwargs, plan, proofs)
 
 
 def count_passes(
@@ -174,24 +147,40 @@ def count_passes(
                 fetch=lambda _: None,
             )
         if record is not None:
-            out = first_tensor(record.run())
+            out = record.run()
             items = {item.name: sum(g.num_bytes for g in item.geometry) for item in record.items}
         else:
-            out, items = first_tensor(layer(*args, **kwargs)), {}
+            out, items = layer(*args, **kwargs), {}
         forward = meter.peak_bytes
-        held = meter.live_bytes - out.untyped_storage().nbytes()
-        gradient = torch.ones_like(out)
-        # The result itself is the next layer's input, and gone by now.
-        before = meter.live_bytes - out.untyped_storage().nbytes()
-        meter.mark()
-        out.backward(gradient)
-        backward = meter.peak_bytes - before
-    del out
+        # The result itself is the next layer's input, and gone by the backward; all else of it may stay.
+        result_bytes = first_tensor(out).untyped_storage().nbytes()
+        held = meter.live_bytes - result_bytes
+        ends = _differentiable(out)
+        if ends:
+            gradients = [torch.ones_like(one) for one in ends]
+            before = meter.live_bytes - result_bytes - sum(one.nbytes for one in gradients[1:])
+            meter.mark()
+            torch.autograd.backward(ends, gradients)
+            backward = meter.peak_bytes - before
+        else:
+            backward = 0
     source = next(iter(given), None)
-    input_bytes = 0 if source is None else source.untyped_storage().nbytes()
-    return LayerBytes(PassBytes(forward=forward, backward=backward), held + input_bytes, items)
+    if ends and source is not None:
+        held += source.untyped_storage().nbytes()
+    return LayerBytes(PassBytes(forward=forward, backward=backward), held, items)
 
 
 def first_tensor(value: Any) -> Tensor:
     """A layer's result: itself, or the first of several."""
-    return value if isinstance(value, Tensor) else first_tensor(next(iter(value)))
+    return next(one for one in tree_leaves(value) if isinstance(one, Tensor))
+
+
+def run_backward(value: Any) -> None:
+    """Runs a layer's backward from all tensors of its result that need a gradient."""
+    ends = _differentiable(value)
+    if ends:
+        torch.autograd.backward(ends, [torch.ones_like(one) for one in ends])
+
+
+def _differentiable(value: Any) -> list[Tensor]:
+    return [one for one in tree_leaves(value) if isinstance(one, Tensor) and one.requires_grad]

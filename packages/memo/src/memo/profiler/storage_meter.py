@@ -30,6 +30,10 @@ class StorageMeter(TorchDispatchMode):
         """Begins to look for the peak anew."""
         self.peak_bytes = self.live_bytes
 
+    def bytes_of(self, tensor: Tensor) -> int:
+        """What of the live bytes is a tensor's storage: 0 for one that was there before."""
+        return self._known.get(tensor.untyped_storage()._cdata, 0)
+
     def ignore(self, *tensors: Tensor) -> None:
         """Leaves tensors out that were there before."""
         for tensor in tensors:

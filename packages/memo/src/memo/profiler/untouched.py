@@ -2,16 +2,16 @@
 
 Three things together cover what a forward or a backward may change. Trained parameters are exchanged for
 others over the same memory, so that neither their gradients nor their hooks are reached. What is written to
-parameters is copied before, when an operation writes (`Writes`), as a copy of all of them may not fit. All else
-that hangs on the model or the batch (buffers, attributes, counters, hooks, generators) is noted before and
-restored after.
+parameters and other large tensors is copied when an operation is about to write (`Writes`), as a copy of all of
+them may not fit. All else that hangs on the model or the batch (small buffers, attributes, counters, hooks,
+generators) is noted before and restored after.
 """
 
 from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import partial
@@ -34,6 +34,9 @@ __all__ = ["untouched", "watch_writes"]
 _DEEPEST, _LONGEST = 6, 1000
 """Attributes of attributes are followed so far, and elements of containers no longer than this."""
 
+_LARGE_BYTES = 1 << 20
+"""Storages from this size are copied only when they are written: weights may be buffers, too."""
+
 _UNCHANGED = (
     *(str, bytes, int, float, complex, bool, type(None), type, ModuleType, torch.dtype),
     *(Optimizer, DataLoader, Dataset),
@@ -42,12 +45,12 @@ _UNCHANGED = (
 
 
 class Writes(TorchDispatchMode):
-    """Copies the memory of parameters before an operation writes to it for the first time."""
+    """Copies the memory of large tensors before an operation writes to it for the first time."""
 
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Takes the parameters."""
+    def __init__(self, storages: Mapping[int, torch.UntypedStorage]) -> None:
+        """Takes storages by their addresses."""
         super().__init__()
-        self._storages = {address(one): one.untyped_storage() for one in parameters}
+        self._storages = storages
         self._copies: dict[int, torch.UntypedStorage] = {}
 
     def __torch_dispatch__(
@@ -81,27 +84,26 @@ _writes: ContextVar[Writes | None] = ContextVar("writes", default=None)
 
 
 def watch_writes() -> Any:
-    """A context for runs that take no time: what they write to parameters is undone at the end of `untouched`."""
+    """A context for runs that are not timed: what they write to large tensors is undone at the end of `untouched`."""
     return _writes.get() or nullcontext()
 
 
 @contextmanager
-def untouched(model: nn.Module, *others: object, idle: Iterable[nn.Module] = ()) -> Iterator[None]:
+def untouched(model: nn.Module, *others: object) -> Iterator[None]:
     """Leaves a model, other objects and all random generators as they were, however the block ends.
 
     Args:
         model: the model.
         others: what it is called with.
-        idle: modules of it that do not run: their buffers need no copies.
     """
     parameters = list(model.parameters())
     states = [(one, one.data, one.grad, one.requires_grad) for one in parameters]
-    snapshot = _Snapshot(parameters, idle)
+    snapshot = _Snapshot(parameters)
     for one in (*model.modules(), *others):
         snapshot.note(one, 0)
     for one in parameters:
         one.grad = None  # else what is measured would be added to it
-    writes = Writes(parameters)
+    writes = Writes(snapshot.large)
     token = _writes.set(writes)
     try:
         _exchange(model)
@@ -127,13 +129,17 @@ def _exchange(model: nn.Module) -> None:
 
 
 class _Snapshot:
-    """What hangs on objects, and how to restore it."""
+    """What hangs on objects, and how to restore it.
 
-    def __init__(self, parameters: list[nn.Parameter], idle: Iterable[nn.Module]) -> None:
-        self._undo: list[Callable[[], None]] = []
+    Attributes:
+        large: storages that were not copied.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        self._undo: list[Callable[[], object]] = []
         self._seen: dict[int, object] = {}  # holds objects, so that no other takes an id
-        self._storages = {address(one) for one in parameters}
-        self._idle = {module for one in idle for module in one.modules()}
+        self.large = {address(one): one.untyped_storage() for one in parameters}
+        self._copied: set[int] = set()
         self._undo += [
             partial(torch.set_rng_state, torch.get_rng_state()),
             partial(random.setstate, random.getstate()),
@@ -174,10 +180,6 @@ class _Snapshot:
             self._undo.append(partial(value.set_state, value.get_state()))
         elif isinstance(value, np.ndarray):
             self._undo.append(partial(np.copyto, value, value.copy()))
-        elif is_module and value in self._idle:
-            for entries in (vars(value), *vars(value).values()):
-                if isinstance(entries, dict):
-                    self._note_dict(entries, depth, is_followed=False)
         else:
             self._note_object(value, depth)
 
@@ -210,10 +212,9 @@ class _Snapshot:
         self._undo.append(partial(setattr, cell, "cell_contents", content))
         self.note(content, depth + 1)
 
-    def _note_dict(self, value: dict[Any, Any], depth: int, *, is_followed: bool = True) -> None:
+    def _note_dict(self, value: dict[Any, Any], depth: int) -> None:
         self._undo.append(partial(_restore_dict, value, dict(value)))
-        if is_followed:
-            self._follow(value.values(), depth)
+        self._follow(value.values(), depth)
 
     def _follow(self, values: Any, depth: int) -> None:
         if len(values) <= _LONGEST:
@@ -225,10 +226,11 @@ class _Snapshot:
             return
         if tensor.is_leaf and tensor.requires_grad:
             self._undo.append(partial(setattr, tensor, "grad", tensor.grad))
-        key = address(tensor)
-        if key not in self._storages:
-            self._storages.add(key)
-            storage = tensor.untyped_storage()
+        key, storage = address(tensor), tensor.untyped_storage()
+        if storage.nbytes() >= _LARGE_BYTES:
+            self.large[key] = storage
+        elif key not in self._copied and key not in self.large:
+            self._copied.add(key)
             self._undo.append(partial(storage.copy_, storage.clone()))
 
 

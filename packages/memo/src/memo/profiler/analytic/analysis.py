@@ -158,9 +158,9 @@ class Analysis:
         # Forward once, in the backward again, and a product each for the gradients of states and weight.
         block_s = self._seconds(rows, lambda at: self._heads[at].inner_seconds) + 4 * logits
         sums = 4 * columns * (rows + rows_at)  # gradients in float32
+        layer = self._layer(rows, has_tiles)
         return StepProfile(
-            layer=self._layer(rows, has_tiles),
-            num_layers=self._num_layers,
+            layers=(layer,) * self._num_layers,
             num_tokens=rows,
             head_s=self._seconds(rows, lambda at: self._heads[at].seconds),
             head_bytes=_between(rows, *(one.num_bytes for one in self._heads)),
@@ -170,6 +170,7 @@ class Analysis:
             ),
             fixed_bytes=self._fixed_bytes(),
             given_bytes=_between(rows, *self._given_bytes),
+            forward_bytes=layer.input_bytes,
             send=self._link,
             fetch=self._link,
             details={"device": self.device.name, "seconds": "simulated, from the data sheet"},
@@ -213,6 +214,8 @@ class Analysis:
         kept = [frozenset(one.name for one in ordered[: num + 1]) for num in range(len(ordered))]
         plain = self._counted(None)
         return LayerProfile(
+            num_tokens=rows,
+            input_bytes=first.num_bytes,
             items=tuple(ordered),
             saved_bytes=_between(rows, *(one.held_bytes for one in plain)),
             forward_s=self._seconds(rows, lambda at: self._times[at].forward),

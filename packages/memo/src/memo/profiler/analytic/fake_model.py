@@ -21,7 +21,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from memo.planner.layer_plan import ATTENTION, CUT, INPUT, LayerPlan
 from memo.planner.profile import PassBytes
 from memo.profiler.analytic.roofline import Roofline, Seconds
-from memo.profiler.head import capture_call, count_given, loss_of, pass_on, replaced
+from memo.profiler.calls import capture_call, count_given, replaced
+from memo.profiler.head import loss_of
 from memo.profiler.layer_bytes import LayerBytes, count_passes, first_tensor
 from memo.profiler.storage_meter import StorageMeter
 from memo.profiler.timing.layer_tiles import tile_plan
@@ -158,7 +159,7 @@ class FakeModel:
     def count_given(self, num_tokens: int) -> int:
         """Bytes of what all layers are called with beside their inputs."""
         with self._running():
-            return count_given(*self._call(num_tokens), {})
+            return count_given([self._call(num_tokens)], {})
 
     def time_layer(self, num_tokens: int, device: Device) -> LayerSeconds:
         """Seconds of the layer's passes on a device."""
@@ -236,7 +237,7 @@ class FakeModel:
 
     def count_head(self, num_tokens: int, device: Device) -> HeadCount:
         """Seconds and bytes of what is outside of the layers."""
-        with self._running(), replaced(self._layers, pass_on):
+        with self._running(), replaced(self._layers, [_pass_on]):
             tokens = torch.zeros(1, num_tokens, dtype=torch.long)
             with Roofline(device) as clock, StorageMeter() as meter:
                 given = {"input_ids": tokens, "use_cache": False}
@@ -245,6 +246,11 @@ class FakeModel:
                 out = first_tensor(self._model.base_model(**given)[0])
                 out.backward(torch.ones_like(out))
             return HeadCount(clock.total, meter.peak_bytes, inner.total, inner_meter.peak_bytes)
+
+
+def _pass_on(*args: Any, **kwargs: Any) -> Tensor:
+    """A layer's forward that returns its input."""
+    return input_of(args, kwargs)
 
 
 def _attend(

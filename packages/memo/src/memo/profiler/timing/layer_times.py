@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from memo.planner.layer_plan import ATTENTION, CUT, INPUT, LayerPlan
 from memo.profiler.clock import now, untouched_gradients
-from memo.profiler.layer_bytes import first_tensor
+from memo.profiler.layer_bytes import run_backward
 from memo.profiler.timing.stopwatch import Stopwatch
 from memo.profiler.untouched import watch_writes
 from memo.runtime.attention import Answer, listening
@@ -100,10 +100,10 @@ def measure_layer(
                 watch = Stopwatch(names_of, lambda: now(device))
                 with torch.enable_grad():
                     started = now(device)
-                    out = first_tensor(layer(*args, **kwargs))
+                    out = layer(*args, **kwargs)
                     forward.append(now(device) - started)
                 started = now(device)
-                out.backward(torch.ones_like(out))
+                run_backward(out)
                 backward.append(now(device) - started)
                 del out
                 with torch.enable_grad():
@@ -214,8 +214,8 @@ def _gradients(
         one.grad = None
     with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
         if is_plain:
-            out = first_tensor(layer(*args, **kwargs))
+            out = layer(*args, **kwargs)
         else:
-            out = first_tensor(_record(layer, args, kwargs, LayerPlan(mode="restore")).run())
-        out.backward(torch.ones_like(out))
+            out = _record(layer, args, kwargs, LayerPlan(mode="restore")).run()
+        run_backward(out)
     return [one.grad for one in layer.parameters()]
