@@ -231,3 +231,23 @@ def test_a_list_of_layers_is_found_in_models_of_ones_own():
         assert len(run.plan.layers) == 5
     with pytest.raises(ConfigError, match=r"layers: expected submodules of the model, got 0"):
         apply(model, HALF, layers=[])
+
+
+def test_closing_leaves_wrappers_that_came_later_in_place():
+    """They go on to the layer's own forward."""
+    model = make_stack()
+    expected = train_stack(model)
+    run = apply(model, HALF)
+    layer, seen = model.layers[1], []
+    inner = layer.forward
+
+    def wrapper(*args):
+        seen.append(1)
+        return inner(*args)
+
+    layer.forward = wrapper
+    run.close()
+    assert layer.forward is wrapper
+    assert not any("forward" in vars(one) for one in (model.layers[0], model.layers[2]))
+    assert_same_step(train_stack(model), expected)
+    assert len(seen) == 2

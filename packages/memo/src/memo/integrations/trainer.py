@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from functools import wraps
 from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from memo.config import Budget
 from memo.planner.plan import Plan
@@ -77,6 +78,7 @@ class MemoCallback(TrainerCallback):
             ConfigError: see `memo.apply`.
         """
         model: nn.Module = given["model"]
+        self.close()  # the Trainer begins again where a batch did not fit (auto_find_batch_size)
         if self._budget is None:
             assert self.plan is not None
             self.run = apply(model, self.plan)
@@ -101,8 +103,7 @@ class MemoCallback(TrainerCallback):
         ):
             return
         assert self._budget is not None
-        self.close()
-        self._stop_listening()  # the model is called while it is measured
+        self.close()  # the model is called while it is measured
         self._planned, self._step_s = shapes, []
         try:
             self.plan = autotune(
@@ -146,13 +147,13 @@ class MemoCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
         """Takes the plan off, and logs what was measured beside what was predicted."""
-        self._stop_listening()
         if self.run is not None:
             log.info("memo's run:\n%s", self.run.report())
         self.close()
 
     def close(self) -> None:
-        """Takes the plan off the model."""
+        """Takes the plan off the model, and plans no more."""
+        self._stop_listening()
         if self.run is not None:
             self.run.close()
 
@@ -163,3 +164,21 @@ def _is_larger(shape: tuple[int, ...], planned: tuple[int, ...] | None) -> bool:
         return True
     size, most = torch.Size(shape).numel(), torch.Size(planned).numel()
     return size > most or (bool(shape) and size * shape[-1] > most * planned[-1])
+
+
+def _closing(train: Callable[..., Any]) -> Callable[..., Any]:
+    """`Trainer.train`, after which no model has a plan, also where it raised: the Trainer calls no callback then."""
+
+    @wraps(train)
+    def train_and_close(self: Trainer, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return train(self, *args, **kwargs)
+        finally:
+            for callback in self.callback_handler.callbacks:
+                if isinstance(callback, MemoCallback):
+                    callback.close()
+
+    return train_and_close
+
+
+Trainer.train = _closing(Trainer.train)  # type: ignore[method-assign]

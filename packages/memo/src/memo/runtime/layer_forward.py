@@ -36,7 +36,15 @@ class LayerForward:
         """
         self._layer = weakref.ref(layer)
         self._own, self._run = layer.forward, run
+        self._is_closed = False
         layer.forward = self  # type: ignore[method-assign]
+
+    def close(self) -> None:
+        """Gives the layer its own forward back; a wrapper that was put around this one since goes on to that."""
+        self._is_closed = True
+        layer = self._layer()
+        if layer is not None and vars(layer).get("forward") is self:
+            del layer.forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the layer; without gradients, as its class does.
@@ -44,6 +52,8 @@ class LayerForward:
         Raises:
             ConfigError: torch.compile or a CUDA graph is at work.
         """
+        if self._is_closed:
+            return self._own(*args, **kwargs)
         if torch.compiler.is_compiling():
             raise ConfigError(_COMPILED)
         if not torch.is_grad_enabled():

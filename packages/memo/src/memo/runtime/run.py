@@ -146,8 +146,9 @@ class Run:
             self._undo.append(offer_block_loss(model))
         self._applied = found
         _applied.update(found)
+        self._forwards: list[LayerForward] = []
         for number, layer in self._changed:
-            LayerForward(layer, partial(self._run_layer, number, layer))
+            self._forwards.append(LayerForward(layer, partial(self._run_layer, number, layer)))
 
     @property
     def store_bytes(self) -> int:
@@ -189,8 +190,8 @@ class Run:
         if self._is_closed:
             return
         self._is_closed = True
-        for _, layer in self._changed:
-            del layer.forward
+        for forward in self._forwards:
+            forward.close()
         for undo in self._undo:
             undo()
         for layer in self._applied:
