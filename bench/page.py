@@ -15,7 +15,7 @@ from typing import Protocol
 
 from machine import processor
 from shared.claims import Claim, Demo
-from summary import figures_text, ratio_text, summary
+from summary import claim_ratio_text, figures_text, summary
 
 __all__ = ["counted", "inline_svg", "render_page"]
 
@@ -115,7 +115,7 @@ def _table(claims: tuple[Claim, ...]) -> str:
             f'<td class="number" data-label="ours"><span class="figure">{ours}</span></td>'
             f'<td class="number" data-label="baseline"><span class="figure">{baseline}</span>'
             f'<p class="detail">{html.escape(claim.baseline_name)}</p></td>'
-            f'<td class="number" data-label="ratio"><strong>{ratio_text(claim.ratio)}</strong></td>'
+            f'<td class="number" data-label="ratio"><strong>{claim_ratio_text(claim)}</strong></td>'
             f'<td data-label="correct" class="{"yes" if claim.correct else "no"}">'
             f"{'yes' if claim.correct else 'NO'}</td></tr>"
         )

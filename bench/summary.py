@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from history import format_number
 from shared.claims import Claim
 
-__all__ = ["KINDS", "Axis", "figures_text", "kind_of", "ratio_text", "summary"]
+__all__ = ["KINDS", "Axis", "claim_ratio_text", "figures_text", "kind_of", "ratio_text", "summary"]
 
 # By the kind's name, what its ratios count.
 KINDS = {
@@ -47,6 +47,14 @@ def figures_text(claim: Claim) -> tuple[str, str]:
 def ratio_text(ratio: float) -> str:
     """Writes a ratio with three significant digits."""
     return f"{format_number(ratio)}x" if math.isfinite(ratio) else "not finite"
+
+
+def claim_ratio_text(claim: Claim) -> str:
+    """Writes a claim's ratio, with its range if the turns that it comes from disagree."""
+    if claim.disputed_range is None:
+        return ratio_text(claim.ratio)
+    low, high = claim.disputed_range
+    return f"{ratio_text(claim.ratio)} ({format_number(low)}-{format_number(high)})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,5 +130,5 @@ def _row(package: str, claim: Claim, axis: Axis) -> str:
         f"{html.escape(claim.name)}{simulated} "
         f'<span class="detail">against {html.escape(claim.baseline_name)}</span></span>'
         f'<span class="track" aria-hidden="true">{lines}{bar}</span>'
-        f'<span class="number">{ratio_text(claim.ratio)}</span></li>'
+        f'<span class="number">{claim_ratio_text(claim)}</span></li>'
     )

@@ -30,7 +30,7 @@ from rich.table import Table
 from page import counted, render_page
 from shared.claims import Claim, Demo, faults, read_demo
 from shared.errors import MeshyardError
-from summary import figures_text, ratio_text
+from summary import claim_ratio_text, figures_text
 
 __all__ = ["Visit", "main"]
 
@@ -188,7 +188,7 @@ def _row(package: str, claim: Claim) -> tuple[str, ...]:
         escape(claim.name),
         escape(ours),
         escape(f"{baseline}\n{claim.baseline_name}"),
-        ratio_text(claim.ratio),
+        claim_ratio_text(claim),
         claim.kind,
         "yes" if claim.correct else "[bold red]NO[/]",
     )

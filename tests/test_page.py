@@ -19,7 +19,7 @@ sys.path[:0] = [str(ROOT / "bench")]
 from page import render_page
 from shared.claims import Claim, Demo
 from shared.training.pictures import TEXT_PT, WIDTH_IN, new_picture, save_picture
-from summary import KINDS, Axis, figures_text, kind_of, ratio_text
+from summary import KINDS, Axis, claim_ratio_text, figures_text, kind_of, ratio_text, summary
 from tour import known_packages, purpose_of
 
 LONG = "an iteration of a model whose memory lies behind a link of 200 Mbit/s, against prefetch"
@@ -199,6 +199,15 @@ def test_ratio_has_three_digits():
     assert [ratio_text(one) for one in (0.99662, 1.0, 28.391, 3618.04, math.inf)] == [
         "0.997x", "1.00x", "28.4x", "3,620x", "not finite",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("turns", "text"), [(None, "1.5x"), ((1.2, 2.3), "1.5x"), ((0.041, 3.2), "1.5x (0.041-3.2)")]
+)
+def test_ratio_has_its_range_where_turns_disagree(turns, text):
+    made = claim("x", "s", 2.0, 3.0, ratio_range=turns)
+    assert claim_ratio_text(made) == text
+    assert f">{text}<" in summary([("adaqp", made)])
 
 
 def test_every_recorded_unit_is_of_the_kind_it_says():

@@ -3,7 +3,7 @@ import math
 
 import pytest
 
-from shared.claims import Claim, faults, finish, read_demo, write_demo
+from shared.claims import Claim, faults, finish, pair_turns, read_demo, write_demo
 from shared.errors import ConfigError, DataError
 
 PICTURE = '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 1 1"><title>One</title></svg>'
@@ -153,3 +153,51 @@ def test_finish_writes_prints_and_says_whether_all_was_correct(tmp_path, capsys)
     assert lines[1].startswith(f"adaqp: {good.name}: {good.ours:.4g} {good.unit} against")
     assert lines[1].endswith(f"{good.ratio:.2f}x")
     assert lines[2].endswith("NOT CORRECT")
+
+
+def test_turns_are_compared_pair_by_pair():
+    # Other programs make both ways five times slower in the second half.
+    ours, baseline = [1.0, 1.0, 5.0, 5.0, 5.0], [2.0, 2.0, 10.0, 11.0, 10.0]
+    figures = pair_turns(ours, baseline)
+    assert figures["ratio"] == 2.0
+    assert figures["ratio_range"] == (2.0, 2.2)
+    assert (figures["ours"], figures["baseline"]) == (5.0, 10.0)
+    made = Claim(name="n", unit="s", baseline_name="b", correct=True, **figures)
+    assert made.disputed_range is None
+    assert Claim.from_json(made.to_json()) == made
+    rates = pair_turns([4.0, 2.0], [2.0, 1.0], higher_is_better=True)
+    assert (rates["ratio"], rates["ratio_range"]) == (2.0, (2.0, 2.0))
+    assert rates["higher_is_better"]
+    # The ratio of medians, 1.0, is no turn's: one way was slow in one turn, the other in another.
+    assert pair_turns([1.0, 9.0, 1.0], [3.0, 27.0, 1.0])["ratio"] == 3.0
+
+
+@pytest.mark.parametrize(("ours", "baseline"), [([], []), ([1.0], [1.0, 2.0]), ([1.0], [])])
+def test_turns_without_a_partner_are_refused(ours, baseline):
+    with pytest.raises(ConfigError, match="one figure of each way for every turn"):
+        pair_turns(ours, baseline)
+
+
+@pytest.mark.parametrize(
+    ("turns", "is_shown"), [((1.0, 2.0), False), ((1.0, 2.1), True), ((0.0, 0.1), True)]
+)
+def test_a_ratio_whose_turns_disagree_is_shown_with_its_range(tmp_path, capsys, turns, is_shown):
+    made = claim(ratio_range=turns)
+    finish(tmp_path, "p", [made], {})
+    assert (f"(turns {turns[0]:.2f} to {turns[1]:.2f})" in capsys.readouterr().err) == is_shown
+    assert (made.disputed_range is not None) == is_shown
+    (read,) = read_demo(tmp_path).claims
+    assert read == made
+
+
+def test_a_turn_of_no_time_has_an_endless_ratio(tmp_path):
+    made = claim(**pair_turns([0.0, 1.0], [1.0, 1.0]) | {"ratio": 1.0})
+    assert made.ratio_range == (1.0, math.inf)
+    assert json.loads(json.dumps(made.to_json(), allow_nan=False))["ratio_range"] == [1.0, None]
+    assert Claim.from_json(made.to_json()) == made
+
+
+@pytest.mark.parametrize("turns", [[1.0], "ab", [1.0, "2"], [True, 2.0], {"low": 1}])
+def test_a_damaged_range_is_refused(turns):
+    with pytest.raises(DataError, match="ratio_range must be two numbers"):
+        Claim.from_json(claim().to_json() | {"ratio_range": turns})

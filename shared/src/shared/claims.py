@@ -4,24 +4,30 @@ A `Claim` compares a figure of ours with a baseline's, run in the same process t
 input, and has their ratio and whether the results were correct. `write_demo` stores the claims of
 one package as `demo.json`, which the tour (`hatch run demo`) reads with `read_demo`; `finish` does
 so at the end of a demo and prints them; `faults` lists the reasons to reject such a file.
+
+Ways whose seconds are compared take turns, so that other programs slow both alike: `pair_turns` makes
+a claim's figures of the turns, and a ratio on which turns disagree is shown with its range.
 """
 
 import json
 import math
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from shared.errors import ConfigError, DataError
 from shared.files import write_atomically
 
-__all__ = ["Claim", "Demo", "faults", "finish", "read_demo", "write_demo"]
+__all__ = ["Claim", "Demo", "faults", "finish", "pair_turns", "read_demo", "write_demo"]
 
 _FORMAT = 1
 _KINDS = ("measured", "simulated")
+# Most that the highest turn's ratio may be of the lowest one's to be left unsaid.
+_AGREEMENT = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +47,7 @@ class Claim:
         correct: whether our result passed its correctness check in that run.
         detail: how it was checked and on what input, in a sentence.
         source: the command, file or function that gave the figures.
+        ratio_range: lowest and highest ratio of a turn, where ways took turns; None elsewhere.
     """
 
     name: str
@@ -54,6 +61,7 @@ class Claim:
     kind: str = "measured"
     detail: str = ""
     source: str = ""
+    ratio_range: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
         """Checks the fields and fills in the ratio."""
@@ -78,13 +86,28 @@ class Claim:
             return 1.0
         return better / worse if worse else math.inf
 
+    @property
+    def disputed_range(self) -> tuple[float, float] | None:
+        """The range of turns' ratios if they disagree by more than a factor of two; else None."""
+        if self.ratio_range is None or self.ratio_range[1] <= _AGREEMENT * self.ratio_range[0]:
+            return None
+        return self.ratio_range
+
     def to_json(self) -> dict[str, Any]:
-        """Returns the fields as a dictionary that `json` can write; not-finite numbers as null."""
-        record = asdict(self)
-        return {
-            key: None if isinstance(value, float) and not math.isfinite(value) else value
-            for key, value in record.items()
-        }
+        """Returns the fields as a dictionary that `json` can write; not-finite numbers as null.
+
+        `ratio_range` is left out if there is none, and an infinite end of it is null.
+        """
+
+        def finite(value: Any) -> Any:
+            return None if isinstance(value, float) and not math.isfinite(value) else value
+
+        record = {key: finite(value) for key, value in asdict(self).items()}
+        if self.ratio_range is None:
+            del record["ratio_range"]
+        else:
+            record["ratio_range"] = [finite(value) for value in self.ratio_range]
+        return record
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> "Claim":
@@ -98,7 +121,7 @@ class Claim:
         """
         known = {field.name: field for field in fields(cls)}
         unknown = sorted(set(record) - set(known))
-        missing = sorted(set(known) - set(record))
+        missing = sorted(set(known) - set(record) - {"ratio_range"})
         if unknown or missing:
             raise DataError(
                 f"claim {record.get('name', '?')!r}: unknown fields {unknown}, missing {missing}; "
@@ -120,10 +143,54 @@ class Claim:
                 raise DataError(
                     f"claim {record['name']!r}: {key} must be a text, got {values[key]!r}"
                 )
+        if (turns := values.get("ratio_range")) is not None:
+            is_pair = isinstance(turns, list) and len(turns) == 2
+            if not is_pair or not all(type(end) in (int, float, type(None)) for end in turns):
+                raise DataError(
+                    f"claim {record['name']!r}: ratio_range must be two numbers, got {turns!r}"
+                )
+            values["ratio_range"] = tuple(math.inf if end is None else float(end) for end in turns)
         claim = cls(**values)
         # A stored ratio that was not finite must not come back as one computed anew.
         object.__setattr__(claim, "ratio", values["ratio"])
         return claim
+
+
+def pair_turns(
+    ours: Sequence[float], baseline: Sequence[float], *, higher_is_better: bool = False
+) -> dict[str, Any]:
+    """Makes the figures of a claim from two ways that took turns.
+
+    A turn's two figures were measured next to each other, so their ratio suffers less from other
+    programs than that of medians over all turns.
+
+    Args:
+        ours: our figure of each turn.
+        baseline: the baseline's figures of the same turns.
+        higher_is_better: whether a larger figure is the better one.
+
+    Returns:
+        Arguments of `Claim`: the medians `ours` and `baseline`; `ratio`, the median of the turns'
+        ratios; their `ratio_range`; and `higher_is_better`.
+
+    Raises:
+        ConfigError: there is no turn, or not one figure of each way for every turn.
+    """
+    if not ours or len(ours) != len(baseline):
+        raise ConfigError(
+            f"turns: expected one figure of each way for every turn, got {len(ours)} of ours and "
+            f"{len(baseline)} of the baseline"
+        )
+    pairs = zip(ours, baseline, strict=True)
+    turns = [(mine, other) if higher_is_better else (other, mine) for mine, other in pairs]
+    ratios = [better / worse if worse else math.inf for better, worse in turns]
+    return {
+        "ours": median(ours),
+        "baseline": median(baseline),
+        "ratio": median(ratios),
+        "ratio_range": (min(ratios), max(ratios)),
+        "higher_is_better": higher_is_better,
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,6 +278,8 @@ def finish(
     write_demo(out_dir, package, claims, figures)
     for claim in claims:
         verdict = "" if claim.correct else "  NOT CORRECT"
+        if turns := claim.disputed_range:
+            verdict = f" (turns {turns[0]:.2f} to {turns[1]:.2f}){verdict}"
         sys.stderr.write(
             f"{package}: {claim.name}: {claim.ours:.4g} {claim.unit} against {claim.baseline:.4g} "
             f"({claim.baseline_name}), {claim.ratio:.2f}x{verdict}\n"
