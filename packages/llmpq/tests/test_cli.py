@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -210,7 +211,7 @@ def test_ranks_measure_plan_run_and_resume(home, tmp_path):
     )  # fmt: skip
 
 
-def test_nothing_is_loaded_where_all_is_answered(home, tmp_path):
+def test_nothing_is_loaded_where_all_is_answered(home, tmp_path, monkeypatch):
     plan = Plan(
         stages=(Stage(rank=0, layers=(0, 5)),), bits=(16,) * 5, prefill_size=1, decode_size=1,
         folder=str(home / "model"),
@@ -222,12 +223,8 @@ def test_nothing_is_loaded_where_all_is_answered(home, tmp_path):
     )  # fmt: skip
     assert "answered 3 of 3 prompts" in run_here(*run, 2)
     told = (tmp_path / "answers.jsonl").read_text()
-    weights = home / "model" / "model.safetensors"
-    weights.rename(tmp_path / "weights")
-    try:
-        assert "answered 0 of 3 prompts: all are in" in run_here(*run, 2)
-    finally:
-        (tmp_path / "weights").rename(weights)
+    monkeypatch.setattr("llmpq.runtime.pipeline.load_stage", None)
+    assert "answered 0 of 3 prompts: all are in" in run_here(*run, 2)
     assert "made under others" in run_here(*run, 3, expect=1)
     assert (tmp_path / "answers.jsonl").read_text() == told
 
@@ -258,36 +255,79 @@ def test_what_was_answered_is_resumed_and_a_full_disk_is_named(home, tmp_path, s
     )
 
 
-def mistakes():
-    """Arguments by what the message has to say."""
-    planning = ["plan", "MODEL", "--cluster", "CLUSTER", "--prompts", "PROMPTS"]
-    return {
-        "nowhere: expected a model's folder with config.json, there is nothing; give":
-            ["plan", "nowhere", *planning[2:]],
-        "nowhere.yaml: expected a cluster as YAML, there is nothing": [*planning[:3], "nowhere.yaml", *planning[4:]],
-        "nowhere.jsonl: expected prompts as JSON Lines, there is nothing": [*planning[:5], "nowhere.jsonl"],
-        "nats a token": [*planning, "--max-kl", "-1"],
-        "group_size: expected at least 1": [*planning, "--group-size", "0"],
-        "num_prompts: expected at least 1": [*planning, "--batch", "0"],
-        "expected a plan, got a folder; name a file": ["run", "MODEL", "--prompts", "PROMPTS", "--out", "a.jsonl"],
-        "expected the plan to name": ["export", "PLAN", "--to", "vllm"],
-    }  # fmt: skip
+PLANNED = ["plan", "MODEL", "--cluster", "CLUSTER", "--prompts", "PROMPTS"]
+RUN = ["run", "PLAN", "--model", "MODEL", "--prompts", "PROMPTS", "--out"]
+SERVED = ["export", "PLAN", "--model", "MODEL", "--to"]
+MISTAKES = {
+    "nowhere: expected a model's folder with config.json, there is nothing; ":
+        ["plan", "nowhere", *PLANNED[2:]],
+    "nowhere.yaml: expected a cluster as YAML, there is nothing": [*PLANNED[:3], "nowhere.yaml", *PLANNED[4:]],
+    "nowhere.jsonl: expected prompts as JSON Lines, there is nothing": [*PLANNED[:5], "nowhere.jsonl"],
+    "--profiles file.txt: expected a folder, got a file": [*PLANNED, "--profiles", "file.txt"],
+    "--out HOME: expected a file, got a folder": [*PLANNED, "--out", "HOME"],
+    "--out file.txt/plan.json: expected a file that can be written, got": [*PLANNED, "--out", "file.txt/plan.json"],
+    "model/plan.safetensors: expected a place outside the model's folder":
+        [*PLANNED, "--method", "gptq", "--out", "MODEL/plan.json"],
+    "embedding and head take": [*PLANNED, "--cluster", "SMALL"],
+    "expected a plan, got a folder; name a file": ["run", "MODEL", *RUN[4:], "a.jsonl"],
+    "--out HOME: expected a file that answers can be written to, got a folder": [*RUN, "HOME"],
+    "--out file.txt/a.jsonl: expected a file that answers can be written to": [*RUN, "file.txt/a.jsonl"],
+    "expected the plan to name": ["export", "PLAN", "--to", "vllm"],
+    "--out HOME/model: expected a file, got a folder": [*SERVED, "device-map", "--out", "MODEL"],
+    "expected a divisor of 48 (columns of self_attn.q_proj), or -1 for a row, got 128": [*SERVED, "compressed-tensors"],
+}  # fmt: skip
+WRONG_VALUES = {
+    "--max-kl: expected a number of 0 or more, got -1": [*PLANNED, "--max-kl", "-1"],
+    "--max-kl: expected a number of 0 or more, got nan": [*PLANNED, "--max-kl", "nan"],
+    "--group-size: expected at least 1 column, or -1": [*PLANNED, "--group-size", "0"],
+    "--batch: expected at least 1, got 0": [*PLANNED, "--batch", "0"],
+    "--new-tokens: expected at least 1, got 0": [*PLANNED, "--new-tokens", "0"],
+    "--batch: expected at least 1, got -1": [*RUN, "a.jsonl", "--batch", "-1"],
+    "--new-tokens: expected at least 1, got -2": [*RUN, "a.jsonl", "--new-tokens", "-2"],
+    "--temperature: expected a number of 0 or more, got -1": [*RUN, "a.jsonl", "--temperature", "-1"],
+    "--temperature: expected a number of 0 or more, got nan": [*RUN, "a.jsonl", "--temperature", "nan"],
+    "--top-p: expected a number from 0 to 1, got 2": [*RUN, "a.jsonl", "--top-p", "2"],
+    "--top-p: expected a number above 0, got 0": [*RUN, "a.jsonl", "--top-p", "0"],
+    "--rounds: expected at least 1, got 0": ["compare", *PLANNED[1:], "--rounds", "0"],
+    "--prompts: expected at least 1, got 0": ["simulate", "PLAN", "--prompts", "0"],
+    "--prompt-tokens: expected at least 1": ["profile", "MODEL", "--kind", "x", "--prompt-tokens", "0"],
+    "--group-size: expected at least 1 column, or -1 ": ["sensitivity", "MODEL", "--prompts", "PROMPTS", "--group-size", "-2"],
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("message", mistakes())
-def test_a_mistake_is_told_in_a_sentence(home, tmp_path, monkeypatch, message):
-    monkeypatch.chdir(tmp_path)
+def tell_mistake(home, arguments, expect):
     plan = Plan(
         stages=(Stage(rank=0, layers=(0, 5)),), bits=(8,) * 5, prefill_size=1, decode_size=1
     )
     plan.save("plan.json")
+    Path("file.txt").write_text("mine")
+    Path("small.yaml").write_text(
+        "hosts: [{name: here, devices: [{like: CPU, name: mine, memory_bytes: 2e4}]}]\n"
+    )
     names = {
         "MODEL": home / "model", "CLUSTER": home / "cluster.yaml", "PLAN": "plan.json",
-        "PROMPTS": home / "prompts.jsonl",
+        "PROMPTS": home / "prompts.jsonl", "MODEL/plan.json": home / "model" / "plan.json",
+        "HOME": home, "SMALL": "small.yaml",
     }  # fmt: skip
-    text = run_here(*[names.get(one, one) for one in mistakes()[message]], expect=1)
-    assert message in text
+    text = run_here(*[names.get(word, word) for word in arguments], expect=expect)
     assert "Traceback" not in text
+    assert Path("file.txt").read_text() == "mine"
+    return text.replace(str(home), "HOME")
+
+
+@pytest.mark.parametrize("message", MISTAKES)
+def test_a_mistake_is_told_before_anything_is_measured(home, tmp_path, monkeypatch, message):
+    monkeypatch.chdir(tmp_path)
+    for measured in ("planner_inputs.profile_cluster", "planner_inputs.find_sensitivity"):
+        monkeypatch.setattr(f"llmpq.profiler.{measured}", None)
+    monkeypatch.setattr("llmpq.runtime.pipeline.load_stage", None)
+    assert message in tell_mistake(home, MISTAKES[message], expect=1)
+
+
+@pytest.mark.parametrize("message", WRONG_VALUES)
+def test_a_value_outside_its_range_is_wrong_usage(home, tmp_path, monkeypatch, message):
+    monkeypatch.chdir(tmp_path)
+    assert message in tell_mistake(home, WRONG_VALUES[message], expect=2)
 
 
 @pytest.mark.slow

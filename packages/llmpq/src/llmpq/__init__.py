@@ -68,7 +68,16 @@ __all__ = [
 ]
 
 
+_ROOMS = (
+    "cli", "config", "data", "demo", "evaluation", "integrations", "planner", "profiler", "report",
+    "runtime", "simulator",
+)  # fmt: skip
+"""Modules and folders, imported at first use too: `llmpq.data`."""
+
+
 def __getattr__(name: str) -> Any:
+    if name in _ROOMS:
+        return importlib.import_module(f"llmpq.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'llmpq' has no attribute {name!r}")
     return getattr(importlib.import_module(f"llmpq.{_HOME[name]}"), name)

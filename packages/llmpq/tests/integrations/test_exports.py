@@ -53,7 +53,14 @@ def folder(request, tmp_path):
 
 def make_plan(bits=(3, 16, 4, 8), **settings):
     stages = (Stage(rank=1, layers=(0, 3)), Stage(rank=0, layers=(3, 4)))
-    return Plan(stages=stages, bits=bits, group_size=16, prefill_size=1, decode_size=1, **settings)
+    return Plan(
+        stages=stages,
+        bits=bits,
+        group_size=settings.pop("group_size", 16),
+        prefill_size=1,
+        decode_size=1,
+        **settings,
+    )
 
 
 def logits(model):

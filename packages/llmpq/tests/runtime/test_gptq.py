@@ -15,11 +15,10 @@ from llmpq.runtime.gptq import (
     fit_ranges,
     gptq,
     read_codes,
-    round_for,
     round_model,
     write_codes,
 )
-from llmpq.runtime.loader import load
+from llmpq.runtime.loader import load, round_for
 from llmpq.runtime.pipeline import Pipeline
 from shared.comms import RankPool
 from shared.errors import ConfigError, DataError

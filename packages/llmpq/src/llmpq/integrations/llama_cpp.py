@@ -6,6 +6,7 @@ the output together, in proportions: whole numbers of layers, with the output on
 
 from __future__ import annotations
 
+import shlex
 from itertools import groupby
 from pathlib import Path
 
@@ -27,7 +28,7 @@ def export(plan: Plan, folder: Path, out: Path) -> list[str]:
     ranks = ", ".join(str(stage.rank) for stage in plan.stages)
     split = f"--split-mode layer --tensor-split {tensor_split(plan)}"
     lines = [
-        f"python convert_hf_to_gguf.py {folder} --outtype bf16 --outfile model-bf16.gguf",
+        f"python convert_hf_to_gguf.py {shlex.quote(str(folder))} --outtype bf16 --outfile model-bf16.gguf",
         f"llama-quantize {quantise} model-bf16.gguf model.gguf {base}",
         f"# devices in the order of the plan's ranks: {ranks}",
         f"llama-cli --model model.gguf --gpu-layers {plan.num_layers + 1} {split}",

@@ -9,9 +9,9 @@ from itertools import combinations, permutations
 
 import numpy as np
 
-from llmpq.config import ModelSpec, Quality, Workload
+from llmpq.config import ModelSpec, Quality, Workload, columns_per_scale
 from llmpq.planner.costs import Costs
-from llmpq.planner.problem import Problem
+from llmpq.planner.problem import InfeasiblePlan, Problem
 from shared.errors import ConfigError
 from shared.kernels.weight_matmul import packed_bytes
 
@@ -138,7 +138,12 @@ class Candidates:
         if bits == 16:
             return self._unit * model.layer_bytes(16, None)
         packed = sum(
-            packed_bytes(one.out_features, one.in_features, bits, group_size=self.group_size)
+            packed_bytes(
+                one.out_features,
+                one.in_features,
+                bits,
+                group_size=columns_per_scale(self.group_size, one.in_features),
+            )
             for one in model.matrices
         )
         return packed + self._unit * model.layer_bytes(0, None)
@@ -149,9 +154,12 @@ class Candidates:
         return self._unit * (self.model.embedding_bytes + self.model.head_bytes)
 
     def kv_bytes(self, prompts: int) -> int:
-        """Bytes of one layer's cache."""
-        tokens = self.workload.prompt_tokens + self.workload.new_tokens
-        return self._unit * self.model.kv_bytes(prompts, tokens)
+        """Bytes of one layer's cache, for the largest batch of at most so many prompts."""
+        new_tokens = self.workload.new_tokens
+        return self._unit * max(
+            self.model.kv_bytes(min(rows, prompts), tokens + new_tokens)
+            for rows, tokens in self.workload.batches
+        )
 
     def problem(self, order: Sequence[int], sizes: tuple[int, int]) -> Problem:
         """The problem of one order of devices and one pair of micro-batches."""
@@ -171,8 +179,11 @@ class Candidates:
         times = [kind_times[costs.kind(device)] for device in order]
         token_bytes = 2 * self._unit * model.hidden_size
         temporary = self._unit * max(
-            model.activation_bytes(prefill, workload.prompt_tokens),
             model.activation_bytes(decode, 1),
+            *(
+                model.activation_bytes(min(prefill, rows), tokens)
+                for rows, tokens in workload.batches
+            ),
         )
         whole = (layers, len(order), len(self.bits))
         weights = np.array([self.weight_bytes(bits) for bits in self.bits])
@@ -210,6 +221,18 @@ class Candidates:
                 for one in devices
             ]
         )
+
+    def check_memory(self) -> None:
+        """Refuses a model whose embedding and head, or layers at the smallest width, fit nowhere.
+
+        Raises:
+            InfeasiblePlan: memory is short whatever devices can do; says by how much.
+        """
+        problem = self.problem(self.orders[0], next(iter(self.sizes())))
+        rooms = np.maximum(problem.memory_bytes, 0.0)
+        least = problem.ends_bytes + float(problem.layer_bytes.min(axis=1).sum())
+        if problem.ends_bytes > rooms.max() or least > rooms.sum():
+            raise InfeasiblePlan(self.explain_shortage(problem))
 
     def explain_shortage(self, problem: Problem) -> str:
         """What is short, and the largest batch that would fit."""

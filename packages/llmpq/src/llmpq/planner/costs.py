@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
-__all__ = ["Costs"]
+__all__ = ["Costs", "FreeCosts"]
 
 
 @runtime_checkable
@@ -58,3 +59,40 @@ class Costs(Protocol):
     def memory_bytes(self, device: int) -> int:
         """Bytes that weights, caches and temporaries may take."""
         ...
+
+
+class FreeCosts:
+    """Devices that take no time, for checks of memory before anything is measured."""
+
+    def __init__(self, bits: Sequence[int], memory: Sequence[int]) -> None:
+        """Takes the widths, and the bytes of each device."""
+        self.bits, self._memory = tuple(bits), tuple(memory)
+
+    @property
+    def num_devices(self) -> int:
+        """Number of devices."""
+        return len(self._memory)
+
+    def kind(self, device: int) -> str:
+        """One kind for each size of memory."""
+        return f"{self._memory[device]} bytes"
+
+    def prefill_s(self, device: int, bits: int, *, batch: int, tokens: int) -> float:
+        """No time."""
+        return 0.0
+
+    def decode_s(self, device: int, bits: int, *, batch: int, past: int) -> float:
+        """No time."""
+        return 0.0
+
+    def ends_s(self, device: int, *, batch: int, tokens: int) -> float:
+        """No time."""
+        return 0.0
+
+    def send_s(self, sender: int, receiver: int, num_bytes: int) -> float:
+        """No time."""
+        return 0.0
+
+    def memory_bytes(self, device: int) -> int:
+        """Bytes that the device may hold."""
+        return self._memory[device]

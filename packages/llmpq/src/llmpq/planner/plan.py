@@ -49,7 +49,7 @@ class Plan:
         stages: in pipeline order; together they hold every layer once. Ranks without a stage
             stay idle.
         bits: weight width of each layer: 3, 4, 8, or 16 for weights left as they are, in `dtype`.
-        group_size: input columns that share a scale; of 16-bit layers it means nothing.
+        group_size: input columns that share a scale, -1 for a whole row; layers of 16 bits ignore it.
         prefill_size: prompts in a prefill micro-batch.
         decode_size: prompts in a decode micro-batch, a multiple of `prefill_size`.
         dtype: of activations, and of weights that are not quantised: "float32", "bfloat16", "float16".
@@ -137,8 +137,10 @@ class Plan:
                 raise ConfigError(
                     f"Plan.predicted[{key!r}]: expected numbers, got {value!r:.80}; make the plan anew"
                 )
-        if self.group_size < 1:
-            raise ConfigError(f"Plan.group_size: expected at least 1, got {self.group_size}")
+        if self.group_size < 1 and self.group_size != -1:
+            raise ConfigError(
+                f"Plan.group_size: expected at least 1, or -1 for a whole row, got {self.group_size}"
+            )
         if self.prefill_size < 1 or self.decode_size % self.prefill_size or self.decode_size < 1:
             raise ConfigError(
                 f"Plan.decode_size: expected a multiple of prefill_size, got {self.decode_size} "

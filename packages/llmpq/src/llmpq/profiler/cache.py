@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -79,7 +80,7 @@ def find_profile(
     if not is_here:
         widths = " ".join(map(str, bits))
         command = (
-            f"llmpq profile {model} --kind {kind} --bits {widths} --group-size {group_size} "
+            f"llmpq profile {shlex.quote(str(model))} --kind {shlex.quote(kind)} --bits {widths} --group-size {group_size} "
             f"--dtype {dtype} --activations {activations}"
         )
         raise ConfigError(
@@ -186,10 +187,10 @@ def find_sensitivity(
             raise ConfigError(
                 f"{path}: expected a measured sensitivity: {error!r}; delete the file to measure anew"
             ) from error
-    from transformers import AutoModelForCausalLM
+    from llmpq.runtime.loader import load_unrounded
 
     found = sensitivity(
-        AutoModelForCausalLM.from_pretrained(model), texts, method,
+        load_unrounded(model), texts, method,
         bits=bits, group_size=group_size,
     )  # fmt: skip
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 import tyro
 
+from llmpq.checks import check_at_least, check_group_size, check_inputs, check_output
 from llmpq.profiler import SENSITIVITIES
 from shared.cli import JsonOption, choice
 from shared.training.progress import show_progress
@@ -37,7 +38,7 @@ class MeasureDevice(JsonOption):
     bits: tuple[Width, ...] = (3, 4, 8, 16)
     """Weight widths."""
     group_size: int = 128
-    """Input columns that share a scale."""
+    """Input columns that share a scale; -1 gives each row one."""
     dtype: Dtype = "float32"
     """Type of activations."""
     activations: Activations = "float"
@@ -51,8 +52,16 @@ class MeasureDevice(JsonOption):
     profiles: Path = PROFILES
     """Folder where the measurement is written."""
 
+    def __post_init__(self) -> None:
+        check_at_least(
+            1, batch=self.batch, prompt_tokens=self.prompt_tokens, new_tokens=self.new_tokens
+        )
+        check_group_size(self.group_size)
+
     def execute(self) -> None:
         """Measures and writes the profile."""
+        check_output("profiles", self.profiles, is_folder=True)
+
         from llmpq.config import Workload
         from llmpq.profiler.cache import find_profile, profile_path
 
@@ -89,16 +98,24 @@ class MeasureSensitivity(JsonOption):
     bits: tuple[Width, ...] = (3, 4, 8)
     """Weight widths."""
     group_size: int = 128
-    """Input columns that share a scale."""
+    """Input columns that share a scale; -1 gives each row one."""
     profiles: Path = PROFILES
     """Folder of measurements."""
 
+    def __post_init__(self) -> None:
+        check_group_size(self.group_size)
+
     def execute(self) -> None:
         """Prints a line for each layer."""
+        check_inputs(prompts=(self.prompts, "prompts as JSON Lines"))
+        check_output("profiles", self.profiles, is_folder=True)
+
         from llmpq.data import read_prompts, tokenise
         from llmpq.profiler.cache import find_sensitivity
         from llmpq.profiler.planner_inputs import calibration_batches
+        from llmpq.runtime.loader import check_weights
 
+        check_weights(self.model)
         texts = tokenise(self.model, read_prompts(self.prompts))
         with show_progress("measuring"):
             found = find_sensitivity(

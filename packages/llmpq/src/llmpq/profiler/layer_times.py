@@ -17,7 +17,7 @@ from statistics import median
 import torch
 from torch import nn
 
-from llmpq.config import ModelSpec
+from llmpq.config import ModelSpec, columns_per_scale
 from llmpq.profiler.latency import Latency, Work, best_rates, fit_decode, fit_prefill
 from llmpq.profiler.profile import DeviceProfile
 from llmpq.runtime.layers import StageModel, read_config
@@ -330,6 +330,7 @@ class _Layers:
 def _make_linear(
     like: nn.Linear, bits: int, group_size: int, dtype: torch.dtype, forms: Table | None
 ) -> QuantLinear:
+    group_size = columns_per_scale(group_size, like.in_features)
     groups = (like.out_features, -(-like.in_features // group_size))
     packed = weight_matmul.from_codes(
         torch.randint(0, 1 << bits, (like.out_features, like.in_features), dtype=torch.uint8),

@@ -14,14 +14,17 @@ from torch import Tensor
 
 from llmpq.config import ModelSpec, Quality, Workload
 from llmpq.data import read_prompts, tokenise
+from llmpq.planner.candidates import Candidates
+from llmpq.planner.costs import FreeCosts
 from llmpq.planner.explanation import PlanResult
 from llmpq.planner.plan import Plan
+from llmpq.planner.waves import cut_waves
 from llmpq.profiler.cache import find_sensitivity
 from llmpq.profiler.cluster_profile import profile_cluster
 from llmpq.profiler.profile import Profile
 from llmpq.profiler.sensitivity import divergence, predict, read_batches
 from llmpq.runtime.layers import most_positions
-from llmpq.runtime.loader import load
+from llmpq.runtime.loader import check_weights, count_own_head, load
 from shared.comms import Group, tree
 from shared.errors import ConfigError, MeshyardError
 from shared.topology.cluster import Cluster
@@ -49,6 +52,13 @@ class PlannerInputs:
     def noise(self) -> np.ndarray:
         """Expected loss of quality, in nats a token [layer, width]."""
         return self.given[2]
+
+    @property
+    def planned_texts(self) -> list[list[int]]:
+        """Token ids of prompts that the planned batch may hold, as many as it has at most."""
+        workload = self.given[3]
+        usable = [ids for ids in self.texts if len(ids) <= workload.prompt_tokens]
+        return usable[: workload.num_prompts]
 
     def plan_by(self, make: Callable[..., PlanResult], noise: np.ndarray) -> PlanResult:
         """Calls `plan` or `plan_baseline` with these inputs, and this noise in place of what was measured."""
@@ -96,19 +106,26 @@ def measure_inputs(
 
     Raises:
         ConfigError: a file or setting is not as expected, or a device's profile is missing.
-        DataError: the prompts are none.
+        DataError: the prompts are none, or a tensor of the model is not as it has to be.
+        InfeasiblePlan: the model does not fit in the devices' memory.
     """
     spec, quality = ModelSpec.from_hf(model), Quality(max_kl=max_kl)
-    if group_size < 1:
-        raise ConfigError(f"group_size: expected at least 1, got {group_size}")
-    described, texts = _read_on_first_rank(
-        lambda: (Cluster.from_yaml(cluster), tokenise(model, read_prompts(prompts)))
+    described, texts, num_own_head_weights = _on_first_rank(
+        lambda: _read_inputs(model, cluster, prompts)
     )
-    workload = Workload(
-        num_prompts=min(num_prompts, len(texts)),
-        prompt_tokens=max(map(len, texts)),
-        new_tokens=new_tokens,
-    )
+    spec = replace(spec, num_own_head_weights=num_own_head_weights)
+    workload = _workload(list(map(len, texts)), num_prompts, new_tokens)
+    longest, most = max(map(len, texts)), most_positions(model)
+    if most is not None and longest + new_tokens > most:
+        raise ConfigError(
+            f"{model}: expected at most {most} tokens of prompt and answer, for which the model has "
+            f"positions, got {longest} + {new_tokens}; shorten prompts or --new-tokens"
+        )
+    memory = [described.device(rank).memory_bytes for rank in range(described.num_ranks)]
+    Candidates(
+        model=spec, costs=FreeCosts(bits, memory), noise=np.zeros((spec.num_layers, len(bits))),
+        workload=workload, quality=quality, bits=tuple(bits), group_size=group_size, dtype=dtype,
+    ).check_memory()  # fmt: skip
     common: dict[str, Any] = {"bits": tuple(bits), "group_size": group_size}
     profile = profile_cluster(
         profiles, model, described, dtype=dtype, activations=activations, workload=workload,
@@ -117,12 +134,6 @@ def measure_inputs(
     )  # fmt: skip
     if profile is None:
         return None
-    longest = most_positions(model)
-    if longest is not None and workload.prompt_tokens + new_tokens > longest:
-        raise ConfigError(
-            f"{model}: expected at most {longest} tokens of prompt and answer, for which the model has "
-            f"positions, got {workload.prompt_tokens} + {new_tokens}; shorten prompts or --new-tokens"
-        )
     on_progress("measuring sensitivity")
     text = calibration_batches(texts)
     noise = find_sensitivity(profiles, model, text, **common).noise
@@ -176,9 +187,28 @@ def loss_of_plans(
     return measure
 
 
-def _read_on_first_rank(
-    read: Callable[[], tuple[Cluster, list[list[int]]]],
-) -> tuple[Cluster, list[list[int]]]:
+def _workload(lengths: Sequence[int], num_prompts: int, new_tokens: int) -> Workload:
+    """The batch to plan for: of the waves in which prompts will be answered, the one of most tokens."""
+    waves = {(len(wave), lengths[wave[0]]) for wave in cut_waves(lengths, num_prompts, new_tokens)}
+    rows, tokens = max(waves, key=lambda wave: (wave[0] * (wave[1] + new_tokens), wave))
+    return Workload(
+        num_prompts=rows, prompt_tokens=tokens, new_tokens=new_tokens, waves=tuple(sorted(waves))
+    )
+
+
+def _read_inputs(
+    model: str | Path, cluster: str | Path, prompts: str | Path
+) -> tuple[Cluster, list[list[int]], int]:
+    """The cluster, token ids of the prompts, and weights of a head of the model's own; all are checked."""
+    described = Cluster.from_yaml(cluster)
+    texts = tokenise(model, read_prompts(prompts))
+    check_weights(model)
+    return described, texts, count_own_head(model)
+
+
+def _on_first_rank(
+    read: Callable[[], tuple[Cluster, list[list[int]], int]],
+) -> tuple[Cluster, list[list[int]], int]:
     """What rank 0's files say, or its error, on every rank: other machines need not have the files."""
     group = Group.world() if Group.exists() else None
     if group is None or group.world_size == 1:

@@ -21,11 +21,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from llmpq.config import columns_per_scale
 from llmpq.profiler import SENSITIVITIES
 from llmpq.runtime.gptq import find_matrices
 from llmpq.runtime.linear import QuantLinear
 from shared.errors import ConfigError, DataError
 from shared.kernels import weight_matmul
+from shared.kernels.weight_matmul import PackedWeight
 
 __all__ = [
     "Sensitivity",
@@ -134,6 +136,7 @@ def output_noise(
         bits: width.
         group_size: columns that share a scale.
     """
+    group_size = columns_per_scale(group_size, weight.shape[1])
     packed = weight_matmul.pack(weight, bits, group_size=group_size)
     group = torch.arange(weight.shape[1], device=weight.device) // group_size
     moments = torch.zeros(packed.scale.shape[1], dtype=torch.float64, device=weight.device)
@@ -156,7 +159,7 @@ def round_to_nearest(model: nn.Module, bits: Sequence[int], *, group_size: int) 
             for module in layer if width < 16 else ():
                 weight = module.weight.data
                 kept.append((module, weight))
-                packed = weight_matmul.pack(weight, width, group_size=group_size)
+                packed = _pack(weight, width, group_size)
                 module.weight.data = weight_matmul.unpack(packed).to(weight.dtype)
         yield
     finally:
@@ -355,7 +358,7 @@ def _computed(layer: list[nn.Linear], bits: int, group_size: int, form: str) -> 
     """Has matrices compute with rounded weights, in one form of product."""
     try:
         for module in layer:
-            packed = weight_matmul.pack(module.weight, bits, group_size=group_size)
+            packed = _pack(module.weight, bits, group_size)
             rounded = QuantLinear(packed, module.bias, [[1, form]])
             module.forward = rounded.forward  # type: ignore[method-assign]
         yield
@@ -377,8 +380,13 @@ def by_random(
 def _squared_error(weight: Tensor, bits: int, group_size: int) -> Tensor:
     """Squares of what rounding changes; weights on a grid of their own may change less than most."""
     weight = weight.detach()
-    packed = weight_matmul.pack(weight, bits, group_size=group_size)
+    packed = _pack(weight, bits, group_size)
     return (weight_matmul.unpack(packed) - weight.float()).square_()
+
+
+def _pack(weight: Tensor, bits: int, group_size: int) -> PackedWeight:
+    columns = columns_per_scale(group_size, weight.shape[1])
+    return weight_matmul.pack(weight, bits, group_size=columns)
 
 
 def _passes(batches: Batches) -> Iterator[tuple[Tensor, Tensor]]:

@@ -11,7 +11,6 @@ contiguous, as kernels and exports need.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from llmpq.config import ModelSpec
-from llmpq.planner.plan import Plan
+from llmpq.config import ModelSpec, columns_per_scale
 from shared.errors import ConfigError, DataError
 from shared.files import atomic_file
 from shared.kernels import weight_matmul
@@ -32,7 +30,6 @@ __all__ = [
     "fit_ranges",
     "gptq",
     "read_codes",
-    "round_for",
     "round_model",
     "write_codes",
 ]
@@ -64,6 +61,7 @@ def gptq(
     """
     if not damping > 0:
         raise ConfigError(f"damping: expected more than 0, got {damping}")
+    group_size = columns_per_scale(group_size, weight.shape[1])
     nearest = weight_matmul.pack(weight, bits, group_size=group_size)
     if not bool(gram.isfinite().all()):
         raise DataError("expected a finite gram, got one that is not; inspect calibration inputs")
@@ -120,6 +118,7 @@ def fit_ranges(
     """
     weight = weight.detach().to(torch.float32)
     columns = weight.shape[1]
+    group_size = columns_per_scale(group_size, columns)
     group = torch.arange(columns, device=weight.device) // group_size
     best = weight_matmul.pack(weight, bits, group_size=group_size)
     top = torch.zeros_like(best.scale, dtype=torch.float32)
@@ -169,15 +168,15 @@ def round_model(
     layers, matrices = find_layers(model), find_matrices(model)
     if len(bits) != len(layers):
         raise ConfigError(f"bits: expected one of each of {len(layers)} layers, got {len(bits)}")
-    calls = _record_calls(model, layers[0], batches)
-    if not calls:
+    calls, inputs = _record_calls(model, layers, batches)
+    if not inputs:
         raise DataError("expected batches with tokens, got none; give some text of your own kind")
     names = {module: name for name, module in model.named_modules()}
     packed = {}
     for number, (layer, found, width) in enumerate(zip(layers, matrices, bits, strict=True)):
         on_layer(number)
         if width < 16:
-            grams = _grams(layer, found, calls)
+            grams = _grams(layer, found, list(zip(inputs, calls[number], strict=True)))
             for module in found:
                 try:
                     rounded = gptq(module.weight, grams[module], width, group_size=group_size)
@@ -185,49 +184,11 @@ def round_model(
                     raise DataError(f"{names[module]}.weight: {error}") from error
                 packed[names[module]] = rounded
                 module.weight.data = weight_matmul.unpack(rounded).to(module.weight.dtype)
-        calls = [((_first(layer(*given, **named)), *given[1:]), named) for given, named in calls]
+        inputs = [
+            _first(layer(x, *given, **named))
+            for x, (given, named) in zip(inputs, calls[number], strict=True)
+        ]
     return packed
-
-
-def round_for(
-    plan: Plan,
-    folder: str | Path,
-    batches: Iterable[Tensor],
-    path: str | Path,
-    *,
-    on_layer: Callable[[int], None] = lambda number: None,
-) -> Plan:
-    """Rounds a model by GPTQ for a plan, and writes the codes that its stages load.
-
-    The whole model is held here in float32. A plan of 16 bits alone is returned as it is.
-
-    Args:
-        plan: its widths and group size count.
-        folder: a Hugging Face model with safetensors.
-        batches: token ids [sequences, tokens] of calibration text, some thousand tokens.
-        path: safetensors file to write, replaced at once; not in the model's folder.
-        on_layer: called with the number of each layer before its turn.
-
-    Returns:
-        The plan with these codes.
-
-    Raises:
-        ConfigError: the file would lie among the model's own.
-        DataError: there is no text, or a weight is not finite; names the matrix.
-    """
-    from transformers import AutoModelForCausalLM
-
-    if min(plan.bits) == 16:
-        return plan
-    if Path(path).resolve().parent == Path(folder).resolve():
-        raise ConfigError(
-            f"{path}: expected a place outside the model's folder, whose weights are safetensors too; "
-            f"name another"
-        )
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    packed = round_model(model, batches, plan.bits, group_size=plan.group_size, on_layer=on_layer)
-    write_codes(path, packed)
-    return replace(plan, method="gptq", codes=str(path))
 
 
 def find_layers(model: nn.Module) -> nn.ModuleList:
@@ -291,38 +252,49 @@ def read_codes(file: Any, name: str, bits: int, *, group_size: int = 128) -> Pac
         )
     try:
         codes, scale, zero = parts
+        group_size = columns_per_scale(group_size, codes.shape[1])
         return weight_matmul.from_codes(codes, scale, zero, bits, group_size=group_size)
     except DataError as error:
         raise DataError(f"{name}: {error}") from error
 
 
-class _Recorded(Exception):
-    """Ends a forward pass once the first layer's inputs are known."""
+_Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def _record_calls(
-    model: nn.Module, layer: nn.Module, batches: Iterable[Tensor]
-) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+    model: nn.Module, layers: nn.ModuleList, batches: Iterable[Tensor]
+) -> tuple[list[list[_Call]], list[Tensor]]:
+    """Records what each layer is called with, beside hidden states, and the first layer's hidden states.
 
-    def record(module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
-        calls.append((given, named))
-        raise _Recorded
+    Layers may differ in it: those with a sliding window have masks of their own.
 
-    hook = layer.register_forward_pre_hook(record, with_kwargs=True)
+    Returns:
+        The other arguments of each layer's calls, a list a layer, and the first one's hidden states.
+    """
+    calls: list[list[_Call]] = [[] for _ in layers]
+    inputs: list[Tensor] = []
+    hooks = []
+    for number, layer in enumerate(layers):
+
+        def record(
+            _layer: nn.Module, given: tuple[Any, ...], named: dict[str, Any], number: int = number
+        ) -> None:
+            calls[number].append((given[1:], named))
+            if number == 0:
+                inputs.append(given[0])
+
+        hooks.append(layer.register_forward_pre_hook(record, with_kwargs=True))
     try:
         for batch in batches:
-            try:
-                model(input_ids=batch, use_cache=False)
-            except _Recorded:
-                continue
+            model(input_ids=batch, use_cache=False)
     finally:
-        hook.remove()
-    return calls
+        for hook in hooks:
+            hook.remove()
+    return calls, inputs
 
 
 def _grams(
-    layer: nn.Module, matrices: Sequence[nn.Linear], calls: Sequence[tuple[Any, Any]]
+    layer: nn.Module, matrices: Sequence[nn.Linear], calls: Sequence[tuple[Tensor, _Call]]
 ) -> dict[nn.Module, Tensor]:
     """Sum of x x^T over a layer's inputs, of each matrix."""
     grams: dict[nn.Module, Tensor] = {
@@ -335,8 +307,8 @@ def _grams(
 
     hooks = [m.register_forward_pre_hook(add) for m in matrices]
     try:
-        for given, named in calls:
-            layer(*given, **named)
+        for x, (given, named) in calls:
+            layer(x, *given, **named)
     finally:
         for hook in hooks:
             hook.remove()

@@ -19,9 +19,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.cache_utils import Cache
 
 from llmpq.config import ModelSpec
+from llmpq.runtime.weights.quantization import read_quantization
 from shared.errors import ConfigError
 
-__all__ = ["StageModel", "build", "most_positions", "read_config"]
+__all__ = ["HEAD", "StageModel", "build", "most_positions", "read_config"]
+
+HEAD = "lm_head"
+"""The head's module in every family."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +69,7 @@ def read_config(folder: str | Path) -> PretrainedConfig:
         ConfigError: there is none, or its family cannot be run.
     """
     ModelSpec.from_hf(folder)
+    read_quantization(folder)
     config = AutoConfig.from_pretrained(folder)
     kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type")
     if kind in ("dynamic", "longrope"):
@@ -127,7 +132,7 @@ class StageModel(nn.Module):
         self.head: Any = whole.get_output_embeddings() if has_ends else None
         is_tied = self.head is not None and self.head.weight is whole.get_input_embeddings().weight
         if has_ends and not is_tied:
-            self.names["head"] = "lm_head"
+            self.names["head"] = HEAD
         self.is_tied = is_tied
         setattr(body, found.layers, nn.ModuleList())
         if getattr(config, "layer_types", None):

@@ -19,6 +19,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from llmpq.config import columns_per_scale
 from shared.errors import ConfigError
 from shared.kernels.weight_matmul import BITS, PackedWeight, from_codes, matmul, unpack
 
@@ -187,11 +188,12 @@ def measure_forms(
             raise ConfigError(f"forms: expected some of {', '.join(FORMS)}, got {form!r}")
     if bits not in BITS:
         raise ConfigError(f"bits: expected one of {', '.join(map(str, BITS))}, got {bits}")
-    if min(in_features, out_features, group_size, *tokens) < 1:
+    if min(in_features, out_features, *tokens) < 1:
         raise ConfigError(
-            f"expected at least 1 token, column, row and column of a group, got {tokens}, "
-            f"{in_features}, {out_features} and {group_size}"
+            f"expected at least 1 token, column and row, got {tokens}, {in_features} and "
+            f"{out_features}"
         )
+    group_size = columns_per_scale(group_size, in_features)
     groups = -(-in_features // group_size)
     with torch.device(device):
         weight = from_codes(

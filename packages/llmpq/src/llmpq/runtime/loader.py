@@ -2,125 +2,42 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+import hashlib
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from llmpq.config import ModelSpec
-from llmpq.planner.plan import Plan
-from llmpq.runtime.gptq import read_codes
-from llmpq.runtime.layers import StageModel, build, read_config
+from llmpq.config import ModelSpec, columns_per_scale
+from llmpq.data import read_generation_config
+from llmpq.planner.plan import DTYPES, Plan, Stage
+from llmpq.runtime.gptq import read_codes, round_model, write_codes
+from llmpq.runtime.layers import HEAD, StageModel, build, read_config
 from llmpq.runtime.linear import QuantLinear
+from llmpq.runtime.weights.files import WeightFiles, digest_file, open_weights
 from shared.errors import ConfigError, DataError
 from shared.kernels import weight_matmul
 
-__all__ = ["WeightFiles", "check_plan", "fill_stage", "load", "load_stage"]
+__all__ = [
+    "WeightFiles",
+    "check_codes_path",
+    "check_plan",
+    "check_weights",
+    "count_own_head",
+    "digest_weights",
+    "fill_stage",
+    "load",
+    "load_stage",
+    "load_unrounded",
+    "round_for",
+]
 
-_BLOCK_BYTES = 8 << 20
-"""Bytes of a tensor above which it is read some rows at a time."""
-
-
-class WeightFiles:
-    """The tensors of a model's folder by name; each is read when it is asked for.
-
-    Attributes:
-        read_bytes: bytes of tensors read so far.
-    """
-
-    def __init__(self, folder: Path, stack: ExitStack) -> None:
-        """Opens model.safetensors, or the files that model.safetensors.index.json lists."""
-        self._folder, self._stack = folder, stack
-        self._open: dict[str, Any] = {}
-        self.read_bytes = 0
-        index = folder / "model.safetensors.index.json"
-        if index.exists():
-            self._file_of = dict(json.loads(index.read_text())["weight_map"])
-        elif (folder / "model.safetensors").exists():
-            names = self._file("model.safetensors").keys()
-            self._file_of = dict.fromkeys(names, "model.safetensors")
-        else:
-            raise ConfigError(
-                f"{folder}: expected model.safetensors or its index, got neither; convert the "
-                f"model's weights to safetensors"
-            )
-
-    def read(self, name: str) -> Tensor:
-        """Reads a tensor.
-
-        Raises:
-            DataError: no file has it.
-        """
-        known = self._known(name)
-        tensor = self._file(self._file_of[known]).get_tensor(known)
-        self.read_bytes += tensor.nbytes
-        return tensor
-
-    def copy(self, name: str, dtype: torch.dtype) -> Tensor:
-        """Reads a tensor into memory of its own, a large one some rows at a time.
-
-        Raises:
-            DataError: no file has it, or it is not finite.
-        """
-        known = self._known(name)
-        rows = self._file(self._file_of[known]).get_slice(known).get_shape()
-        out = torch.empty(rows, dtype=dtype)
-        if out.nbytes <= _BLOCK_BYTES:
-            return out.copy_(_checked(self.read(name), known))
-        step = max(1, _BLOCK_BYTES // out[:1].nbytes)
-        for low in range(0, rows[0], step):
-            part = self._file(self._file_of[known]).get_slice(known)[low : low + step]
-            _checked(part, known)
-            out[low : low + step] = part
-            self.read_bytes += part.nbytes
-            del part
-            self.release()
-        return out
-
-    def release(self) -> None:
-        """Closes the files; memory of tensors that nobody holds any more is returned.
-
-        Files are mapped, and what has been read of a mapping counts as this process's memory until
-        all of its tensors are gone. They are opened anew when more is read.
-        """
-        self._open.clear()
-        self._stack.close()
-
-    def _known(self, name: str) -> str:
-        # Bare models are saved without the head's prefix.
-        for known in (name, name.partition(".")[2]):
-            if known in self._file_of:
-                return known
-        raise DataError(f"{self._folder}: expected the tensor {name}, but no file has it")
-
-    def _file(self, name: str) -> Any:
-        from safetensors import safe_open
-
-        if name not in self._open:
-            path = self._folder / name
-            try:
-                self._open[name] = self._stack.enter_context(safe_open(path, framework="pt"))
-            except Exception as error:
-                raise DataError(f"{path}: expected a safetensors file: {error}") from error
-        return self._open[name]
-
-
-def _checked(part: Tensor, name: str) -> Tensor:
-    """A tensor of finite numbers; no mask of its size is made."""
-    if part.numel() and not all(bool(end.isfinite()) for end in part.aminmax()):
-        raise DataError(f"{name}: expected finite weights, got NaN or infinity; repair the model")
-    return part
-
-
-@contextmanager
-def open_weights(folder: str | Path) -> Iterator[WeightFiles]:
-    """Opens a model's weights, and closes the files at the end."""
-    with ExitStack() as stack:
-        yield WeightFiles(Path(folder), stack)
+_LOG = logging.getLogger(__name__)
 
 
 def check_plan(plan: Plan, folder: str | Path) -> None:
@@ -147,6 +64,70 @@ def check_plan(plan: Plan, folder: str | Path) -> None:
         )
 
 
+def check_weights(folder: str | Path) -> None:
+    """Compares a model's files with its configuration, without reading weights.
+
+    Raises:
+        ConfigError: the model is of a family, or stored in a form, that is not read.
+        DataError: a tensor is missing, has another shape or type, or belongs to a form of storage that
+            is not read; names it and its file.
+    """
+    model: Any = build(read_config(folder))
+    with open_weights(folder) as files:
+        is_tied = _is_tied(model)
+        if is_tied:
+            files.tie(_embedding_name(model), f"{HEAD}.weight")
+        files.check(model, f"{HEAD}.weight" if is_tied else None)
+
+
+def digest_weights(folder: str | Path, plan: Plan) -> str:
+    """16 hexadecimal digits of all weights that a plan's answers come from.
+
+    All bytes are read, once in a process: of the model's files, and of the plan's codes.
+    """
+    files = [
+        *sorted(Path(folder).glob("*.safetensors")),
+        *([Path(plan.codes)] if plan.codes else []),
+    ]
+    facts = tuple((str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files)
+    return _digest_weights(str(folder), plan.codes, facts)
+
+
+@lru_cache(maxsize=16)
+def _digest_weights(folder: str, codes: str | None, facts: object) -> str:
+    """Digests files; `facts` tells contents of the same names apart."""
+    with open_weights(folder) as files:
+        digests = [files.digest()]
+    if codes is not None:
+        digests.append(digest_file(codes))
+    return hashlib.sha256("".join(digests).encode()).hexdigest()[:16]
+
+
+def count_own_head(folder: str | Path) -> int:
+    """Counts the weights of a head that the files hold although the configuration ties it; 0 if none."""
+    model: Any = build(read_config(folder))
+    if not _is_tied(model):
+        return 0
+    with open_weights(folder) as files:
+        is_own = _has_own_head(files, _embedding_name(model))
+    return is_own * model.get_output_embeddings().weight.numel()
+
+
+def _is_tied(model: Any) -> bool:
+    return model.get_output_embeddings().weight is model.get_input_embeddings().weight
+
+
+def _embedding_name(model: Any) -> str:
+    weight = model.get_input_embeddings().weight
+    return next(name for name, value in model.named_parameters() if value is weight)
+
+
+def _has_own_head(files: WeightFiles, embedding: str) -> bool:
+    """Whether the files hold a head that differs from the embedding it is tied to."""
+    head = f"{HEAD}.weight"
+    return files.has(head) and files.has(embedding) and not files.are_equal(head, embedding)
+
+
 def load_stage(folder: str | Path, plan: Plan, number: int) -> tuple[StageModel, int]:
     """Loads one stage.
 
@@ -167,12 +148,25 @@ def load_stage(folder: str | Path, plan: Plan, number: int) -> tuple[StageModel,
 
 def fill_stage(stage: StageModel, files: WeightFiles, dtype: torch.dtype) -> None:
     """Reads embedding, final norm and head, on the stage that has them."""
-    for here, name in stage.names.items():
-        if not here.startswith("layers."):
-            _fill(stage.get_submodule(here), name, files, dtype)
+    ends = {here: name for here, name in stage.names.items() if not here.startswith("layers.")}
+    if stage.has_ends and stage.is_tied:
+        files.tie(f"{ends['before.0']}.weight", f"{HEAD}.weight")
+    for here, name in ends.items():
+        _fill(stage.get_submodule(here), name, files, dtype)
     if stage.has_ends and stage.is_tied:
         assert stage.head is not None
-        stage.head.weight = stage.before[0].weight
+        stage.head.weight = _tied_head(files, stage.before[0], ends["before.0"], dtype)
+
+
+def _tied_head(files: WeightFiles, embedding: Any, name: str, dtype: torch.dtype) -> nn.Parameter:
+    """Returns the weight of a tied head: the embedding's, unless the files hold another, as transformers."""
+    if not _has_own_head(files, f"{name}.weight"):
+        return embedding.weight
+    _LOG.warning(
+        "config.json ties the head to the embedding, but the files hold a head that differs; it is "
+        "taken, as transformers takes it"
+    )
+    return nn.Parameter(files.copy(f"{HEAD}.weight", dtype), requires_grad=False)
 
 
 def load(folder: str | Path, plan: Plan) -> Any:
@@ -191,6 +185,7 @@ def load(folder: str | Path, plan: Plan) -> Any:
         DataError: a tensor is missing, or not finite.
     """
     check_plan(plan, folder)
+    check_weights(folder)
     config, dtype = read_config(folder), getattr(torch, plan.dtype)
     model: Any = build(config)
     stage = StageModel(config, 0, plan.num_layers, has_ends=True)
@@ -202,12 +197,88 @@ def load(folder: str | Path, plan: Plan) -> Any:
             name = stage.names[f"layers.{number}"]
             rank = next(one.rank for one in plan.stages if number < one.layers[1])
             _round_layer(layer, name, files, plan, number, plan.forms.get(str(rank), {}))
+        if stage.is_tied:
+            files.tie(f"{stage.names['before.0']}.weight", f"{HEAD}.weight")
         for here, name in stage.names.items():
             if not here.startswith("layers."):
                 _fill(model.get_submodule(name), name, files, dtype)
-    if stage.is_tied:
-        model.get_output_embeddings().weight = model.get_input_embeddings().weight
+        if stage.is_tied:
+            embedding = model.get_input_embeddings()
+            head = _tied_head(files, embedding, stage.names["before.0"], dtype)
+            model.get_output_embeddings().weight = head
+    model.generation_config = read_generation_config(folder)
     return model
+
+
+def load_unrounded(folder: str | Path, dtype: str | None = None) -> Any:
+    """Loads the whole model as it is.
+
+    Args:
+        folder: a Hugging Face model with safetensors.
+        dtype: of its weights; by default that of its configuration.
+
+    Returns:
+        The transformers model.
+
+    Raises:
+        ConfigError: the model is of a family, or stored in a form, that is not read.
+        DataError: a tensor is missing, or not finite.
+    """
+    named = str(read_config(folder).dtype).removeprefix("torch.")
+    num_layers = ModelSpec.from_hf(folder).num_layers
+    plan = Plan(
+        stages=(Stage(rank=0, layers=(0, num_layers)),), bits=(16,) * num_layers,
+        prefill_size=1, decode_size=1, dtype=dtype or (named if named in DTYPES else "float32"),
+    )  # fmt: skip
+    return load(folder, plan)
+
+
+def check_codes_path(path: str | Path, folder: str | Path) -> None:
+    """Refuses to write GPTQ's codes among a model's own files.
+
+    Raises:
+        ConfigError: the file would lie in the model's folder, whose weights are safetensors too.
+    """
+    if Path(path).resolve().parent == Path(folder).resolve():
+        raise ConfigError(
+            f"{path}: expected a place outside the model's folder, whose weights are safetensors too; "
+            f"name another with --out"
+        )
+
+
+def round_for(
+    plan: Plan,
+    folder: str | Path,
+    batches: Iterable[Tensor],
+    path: str | Path,
+    *,
+    on_layer: Callable[[int], None] = lambda number: None,
+) -> Plan:
+    """Rounds a model by GPTQ for a plan, and writes the codes that its stages load.
+
+    The whole model is held here in float32. A plan of 16 bits alone is returned as it is.
+
+    Args:
+        plan: its widths and group size count.
+        folder: a Hugging Face model with safetensors.
+        batches: token ids [sequences, tokens] of calibration text, some thousand tokens.
+        path: safetensors file to write, replaced at once; not in the model's folder.
+        on_layer: called with the number of each layer before its turn.
+
+    Returns:
+        The plan with these codes.
+
+    Raises:
+        ConfigError: the file would lie among the model's own.
+        DataError: there is no text, or a weight is not finite; names the matrix.
+    """
+    if min(plan.bits) == 16:
+        return plan
+    check_codes_path(path, folder)
+    model = load_unrounded(folder, "float32")
+    packed = round_model(model, batches, plan.bits, group_size=plan.group_size, on_layer=on_layer)
+    write_codes(path, packed)
+    return replace(plan, method="gptq", codes=str(path))
 
 
 def _round_layer(
@@ -248,7 +319,8 @@ def _packed(files: WeightFiles, name: str, bits: int, plan: Plan) -> weight_matm
         return packed
     weight = files.read(f"{name}.weight")
     try:
-        return weight_matmul.pack(weight, bits, group_size=plan.group_size)
+        columns = columns_per_scale(plan.group_size, weight.shape[1])
+        return weight_matmul.pack(weight, bits, group_size=columns)
     except DataError as error:
         raise DataError(f"{name}.weight: {error}") from error
 

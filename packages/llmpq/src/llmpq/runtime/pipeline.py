@@ -10,15 +10,18 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import torch
 from jaxtyping import Int64
 from torch import Tensor
+from transformers import LogitsProcessorList
 
 from llmpq.config import ModelSpec
 from llmpq.planner.plan import Plan
+from llmpq.runtime.generation import GenerationRules, read_rules
 from llmpq.runtime.layers import most_positions
-from llmpq.runtime.loader import check_plan, load_stage
+from llmpq.runtime.loader import check_plan, check_weights, load_stage
 from llmpq.runtime.messages import (
     DECODE,
     END,
@@ -55,7 +58,9 @@ class Pipeline:
                 rank's GPU with NCCL and the CPU with gloo. On another one, messages are copied.
 
         Raises:
-            ConfigError: the plan is of another model, or names a rank that there is not.
+            ConfigError: the plan is of another model, or names a rank that there is not; or the model is
+                stored in a form that is not read.
+            DataError: a tensor of the model is missing, or is not what its configuration says.
         """
         check_plan(plan, folder)
         self._plan, self._folder = plan, Path(folder)
@@ -72,6 +77,11 @@ class Pipeline:
         self._ranks = ranks
         me = self._group.rank
         self._number = ranks.index(me) if me in ranks else None
+        self._rules = GenerationRules()
+        if self._number is not None:
+            check_weights(folder)
+        if self._number == 0:
+            self._rules = read_rules(folder)
         self._stage: StageWorker | None = None
         self.read_bytes = 0
         self._links: StageLinks | None = None
@@ -104,6 +114,11 @@ class Pipeline:
         return self._plan
 
     @property
+    def folder(self) -> Path:
+        """The model's folder."""
+        return self._folder
+
+    @property
     def stage_s(self) -> StageSeconds:
         """Measured seconds of this rank's work in the last `generate`; none without a stage."""
         return StageSeconds() if self._stage is None else self._stage.seconds
@@ -123,6 +138,9 @@ class Pipeline:
     ) -> Int64[Tensor, "prompts new_tokens"] | None:
         """Generates for a batch of prompts; every rank calls it with the same arguments.
 
+        Rules of the model's generation config that change the most probable token, like
+        `repetition_penalty`, apply to each prompt as in transformers' `generate`.
+
         Args:
             input_ids: the prompts, padded on either side.
             attention_mask: 1 for tokens that count; all do without one.
@@ -140,7 +158,7 @@ class Pipeline:
         Raises:
             ConfigError: the pipeline was not entered, no new token is asked for, or prompt and answer
                 are longer than the model has positions for.
-            DataError: shapes do not fit, or a prompt is empty.
+            DataError: shapes do not fit, a prompt is empty, or has a token that the model lacks.
             CommError: another stage died or stands still; names its rank.
         """
         if self._links is None:
@@ -148,6 +166,12 @@ class Pipeline:
                 "expected an entered pipeline; call generate inside `with Pipeline(...)`"
             )
         ids, mask = _pad_left(input_ids, attention_mask, pad_token_id)
+        highest = int(torch.where(mask == 1, ids, 0).max())
+        if highest >= self._shape.vocab_size or int(ids.min()) < 0:
+            raise DataError(
+                f"input_ids: expected tokens from 0 to {self._shape.vocab_size - 1}, which the model "
+                f"{self._folder} has, got {highest if int(ids.min()) >= 0 else int(ids.min())}"
+            )
         if max_new_tokens < 1:
             raise ConfigError(f"max_new_tokens: expected at least 1, got {max_new_tokens}")
         length = mask.shape[1] + max_new_tokens
@@ -161,6 +185,8 @@ class Pipeline:
         numbers = torch.arange(len(ids)) if prompt_numbers is None else prompt_numbers
         ends = [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id or ())
         head = _Head(batch, sampling, numbers, ends, pad_token_id)
+        if self._rules:
+            head.follow(self._rules, ids)
         if self._progress is not None:
             self._progress.begin()
         found = self._work(batch, ids, head)
@@ -246,16 +272,38 @@ class _Head:
         self.tokens = torch.full((num_prompts, batch.max_new_tokens), pad)
         self._has_ended = torch.zeros(num_prompts, dtype=torch.bool)
         self._num_said = torch.zeros(batch.num_decode, dtype=torch.int64)
+        self._prompts: list[Tensor] = []
+        self._processors: list[LogitsProcessorList] = []
+
+    def follow(self, rules: GenerationRules, ids: Tensor) -> None:
+        """Applies rules to each prompt from now on.
+
+        Args:
+            rules: of the model's generation config.
+            ids: the prompts, padded on the left.
+        """
+        mask = self._batch.mask
+        self._prompts = [row[keep == 1] for row, keep in zip(ids, mask, strict=True)]
+        ends = self._ends.tolist()
+        self._processors = rules.start(self._prompts, self._batch.max_new_tokens, ends)
 
     def take(self, number: int, low: int, high: int, logits: Tensor) -> None:
         """Chooses tokens for rows of a decode micro-batch."""
         first = self._batch.rows(number)[0]
         rows = slice(first + low, first + high)
         position = int(self._num_said[number])
+        if self._processors:
+            parts = zip(range(first + low, first + high), logits.cpu().split(1), strict=True)
+            logits = torch.cat([self._follow_rules(row, position, part) for row, part in parts])
         tokens = self._sampling.choose(logits, self._numbers[rows], position).cpu()
         tokens = torch.where(self._has_ended[rows], self._pad, tokens)
         self.tokens[rows, position] = tokens
         self._has_ended[rows] |= torch.isin(tokens, self._ends)
+
+    def _follow_rules(self, row: int, position: int, logits: Any) -> Tensor:
+        """Logits [1, vocabulary] of a prompt as its rules leave them."""
+        said: Any = torch.cat([self._prompts[row], self.tokens[row, :position]])
+        return self._processors[row](said[None], logits)
 
     def advance(self, number: int) -> Tensor | None:
         """The tokens to go on with [rows, 1]; None where a micro-batch has ended."""
