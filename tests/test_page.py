@@ -202,7 +202,8 @@ def test_ratio_has_three_digits():
 
 
 @pytest.mark.parametrize(
-    ("turns", "text"), [(None, "1.5x"), ((1.2, 2.3), "1.5x"), ((0.041, 3.2), "1.5x (0.041-3.2)")]
+    ("turns", "text"),
+    [(None, "1.50x"), ((1.2, 2.3), "1.50x"), ((0.041, 3.2), "1.50x (0.0410-3.20)")],
 )
 def test_ratio_has_its_range_where_turns_disagree(turns, text):
     made = claim("x", "s", 2.0, 3.0, ratio_range=turns)
