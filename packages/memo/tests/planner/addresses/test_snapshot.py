@@ -55,6 +55,48 @@ def test_a_missing_free_is_refused(tmp_path):
         memo.Trace.from_cuda_snapshot(path)
 
 
+LIVE = [entry("alloc", 0x1000, 1024), entry("alloc", 0x2000, 512)]
+FREED = [*LIVE, entry("free_completed", 0x1000, 1024)]
+
+
+@pytest.mark.parametrize(
+    ("history", "text"),
+    [
+        ([*FREED, entry("free_completed", 0x1000, 1024)], "entry 3: address 0x1000 is freed, but entry 2 freed it"),
+        ([*FREED, entry("free", 0x1000, 1024)], "entry 3: address 0x1000 is freed, but entry 2 freed it"),
+        ([entry("free", 0x9000, 8)] * 2 + LIVE, "entry 1: address 0x9000 is freed, but entry 0 freed it"),
+        ([*LIVE, entry("free_completed", 0x1000, 512)], "entry 2: expected 1,024 bytes .*0x1000, as entry 0 allocated, got 512"),
+        ([*LIVE, entry("free_completed", 0x2000, 513)], "entry 2: expected 512 bytes .*0x2000, as entry 1 allocated, got 513"),
+        ([*LIVE, entry("alloc", 0x1200, 8)], "entry 2: 8 bytes at address 0x1200 are allocated, but .*0x1000 that entry 0"),
+        ([*LIVE, entry("alloc", 0x0F00, 257)], "entry 2: 257 bytes at address 0xf00 are allocated, but .*0x1000"),
+        ([*LIVE, entry("alloc", 0x0, 0x9000)], "entry 2: 36,864 bytes at address 0x0 are allocated, but .*0x2000"),
+        ([*LIVE, entry("free", 0x1010, 8)], "entry 2: 8 bytes at address 0x1010 are freed, but .*0x1000"),
+        ([*LIVE, entry("segment_free", 0x0, 2 << 20)], "entry 2: .* are given back to the device, but"),
+        ([*LIVE, entry("segment_unmap", 0x2000, 2 << 20)], "entry 2: .* are given back to the device, but .*0x2000"),
+    ],
+)  # fmt: skip
+def test_histories_that_no_allocator_writes_are_refused_by_entry(tmp_path, history, text):
+    path = write(tmp_path / "odd.pickle", history)
+    with pytest.raises(DataError, match=f"odd.pickle, {text}"):
+        memo.Trace.from_cuda_snapshot(path)
+
+
+def test_blocks_beside_one_another_and_addresses_used_again_are_read(tmp_path):
+    history = [
+        *FREED,
+        entry("alloc", 0x1000, 256),
+        entry("alloc", 0x1100, 768),
+        entry("alloc", 0x1400, 0xC00),
+        entry("free_completed", 0x1100, 768),
+        entry("free_completed", 0x7000, 99),
+        entry("alloc", 0x6F00, 0x200),
+        entry("segment_free", 0x8000, 2 << 20),
+    ]
+    trace = memo.Trace.from_cuda_snapshot(write(tmp_path / "dense.pickle", history))
+    assert trace.sizes == (1024, 512, 256, 768, 0xC00, 0x200)
+    assert trace.dropped["frees of what was allocated before"] == 1
+
+
 def test_several_devices_are_told_apart(tmp_path):
     path = write(tmp_path / "two.pickle", STEP, [], [entry("alloc", 0x1, 77)])
     with pytest.raises(DataError, match="one device, got that of devices 0, 2"):
@@ -122,6 +164,20 @@ def test_references_to_the_outside_are_refused(tmp_path):
         (
             pickle.dumps({"device_traces": [[entry("alloc", 1, -1)]]}),
             "entry 0: expected an address",
+        ),
+        *(
+            (
+                pickle.dumps({"device_traces": [[one]]}),
+                "entry 0: expected an address and a size, from 0 on",
+            )
+            for one in (
+                {"action": "alloc", "addr": 1},
+                {"action": "alloc", "size": 1},
+                {"action": "free_completed", "addr": 1},
+                entry("free", -1, 1),
+                entry("alloc", True, 1),
+                entry("alloc", 1, 1.5),
+            )
         ),
         (pickle.dumps({"device_traces": [[entry("teleport", 1, 1)]]}), "entry 0.*got 'teleport'"),
         (pickle.dumps({"device_traces": [[entry("snapshot")]]}), "expected allocations.*got none"),

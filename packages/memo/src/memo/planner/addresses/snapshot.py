@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+from bisect import bisect_left, insort
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,9 @@ _IGNORED = (
     "free_requested", "segment_alloc", "segment_free", "segment_map", "segment_unmap", "snapshot", "oom",
     "user_defined", "workspace_snapshot",
 )  # fmt: skip
+
+# Of these, what gives memory back to the device.
+_GIVEN_BACK = ("segment_free", "segment_unmap")
 
 
 class _DataUnpickler(pickle.Unpickler):
@@ -42,37 +46,106 @@ def read_events(path: Path, device: int | None) -> tuple[list[tuple], dict[str, 
         DataError: see `Trace.from_cuda_snapshot`.
     """
     history = _choose_device(path, _load(path), device)
+    blocks = _Blocks()
     events: list[tuple] = []
-    alive: set[int] = set()
     dropped = {"frees of what was allocated before": 0, "entries of other kinds": 0}
     for index, entry in enumerate(history):
-        action, address, size = _read_entry(path, index, entry)
+        action = _read_action(path, index, entry)
+        where = f"{path}, entry {index}"
         if action == _ALLOC:
-            if address in alive:
-                raise DataError(
-                    f"{path}, entry {index}: address {address:#x} is allocated while it is alive: a "
-                    "free is missing; record with a larger max_entries"
-                )
-            alive.add(address)
+            address, size = _read_block(where, entry)
+            blocks.allocate(where, index, address, size)
             events.append((_ALLOC, address, size))
         elif action in _FREES:
-            if address in alive:
-                alive.remove(address)
+            address, size = _read_block(where, entry)
+            if blocks.free(where, index, address, size):
                 events.append(("free", address))
             else:
                 dropped["frees of what was allocated before"] += 1
         elif action in _IGNORED:
+            if action in _GIVEN_BACK:
+                blocks.check_free(where, *_read_block(where, entry))
             dropped["entries of other kinds"] += 1
         else:
-            raise DataError(
-                f"{path}, entry {index}: expected an action of the caching allocator, got {action!r}"
-            )
+            raise DataError(f"{where}: expected an action of the caching allocator, got {action!r}")
     if not any(event[0] == _ALLOC for event in events):
         raise DataError(
             f"{path}: expected allocations in the history, got none; call "
             "torch.cuda.memory._record_memory_history() before the step"
         )
     return events, {reason: count for reason, count in dropped.items() if count}
+
+
+class _Blocks:
+    """Blocks that a history allocates and frees; they never overlap, and each is freed once."""
+
+    def __init__(self) -> None:
+        self._alive: dict[int, tuple[int, int]] = {}
+        """Size and entry of each live block by its address."""
+        self._addresses: list[int] = []
+        self._freed: dict[int, int] = {}
+        """Entry that freed each address which was not allocated again since."""
+
+    def allocate(self, where: str, index: int, address: int, size: int) -> None:
+        """Begins a block.
+
+        Raises:
+            DataError: it overlaps a live one.
+        """
+        if address in self._alive:
+            raise DataError(
+                f"{where}: address {address:#x} is allocated while it is alive: a free is missing; "
+                "record with a larger max_entries"
+            )
+        self._check_apart(where, address, size, "allocated")
+        self._alive[address] = size, index
+        insort(self._addresses, address)
+        self._freed.pop(address, None)
+
+    def free(self, where: str, index: int, address: int, size: int) -> bool:
+        """Ends a block; returns whether the history allocated it.
+
+        Raises:
+            DataError: it was freed before, has another size, or overlaps a live block.
+        """
+        if address in self._freed:
+            raise DataError(
+                f"{where}: address {address:#x} is freed, but entry {self._freed[address]} freed it before; expected "
+                "one free of each block, dump the snapshot again"
+            )
+        self._freed[address] = index
+        if address not in self._alive:
+            self._check_apart(where, address, size, "freed")
+            return False
+        allocated, since = self._alive.pop(address)
+        del self._addresses[bisect_left(self._addresses, address)]
+        if size != allocated:
+            raise DataError(
+                f"{where}: expected {allocated:,} bytes to be freed at address {address:#x}, as entry {since} "
+                f"allocated, got {size:,}; dump the snapshot again"
+            )
+        return True
+
+    def check_free(self, where: str, address: int, size: int) -> None:
+        """Refuses memory that goes back to the device while a block in it is alive.
+
+        Raises:
+            DataError: one is.
+        """
+        self._check_apart(where, address, size, "given back to the device")
+
+    def _check_apart(self, where: str, address: int, size: int, what: str) -> None:
+        end = address + size
+        number = bisect_left(self._addresses, end)
+        if number == 0:
+            return
+        start = self._addresses[number - 1]
+        length, since = self._alive[start]
+        if start + length > address and size > 0:
+            raise DataError(
+                f"{where}: {size:,} bytes at address {address:#x} are {what}, but they overlap the {length:,} bytes at "
+                f"{start:#x} that entry {since} allocated and nothing freed; record with a larger max_entries"
+            )
 
 
 def _load(path: Path) -> list[list[Any]]:
@@ -111,11 +184,16 @@ def _listed(devices: Iterable[int]) -> str:
     return "devices " + ", ".join(map(str, devices)) if devices else "none"
 
 
-def _read_entry(path: Path, index: int, entry: Any) -> tuple[str, int, int]:
+def _read_action(path: Path, index: int, entry: Any) -> Any:
     try:
-        action, address, size = entry["action"], entry.get("addr", 0), entry.get("size", 0)
-    except (TypeError, KeyError, AttributeError) as error:
+        return entry["action"]
+    except (TypeError, KeyError) as error:
         raise DataError(f"{path}, entry {index}: expected an action, got {entry!r}") from error
-    if not (isinstance(address, int) and isinstance(size, int) and size >= 0):
-        raise DataError(f"{path}, entry {index}: expected an address and a size, got {entry!r}")
-    return action, address, size
+
+
+def _read_block(where: str, entry: Any) -> tuple[int, int]:
+    """An entry's address and size."""
+    numbers = entry.get("addr"), entry.get("size")
+    if not all(isinstance(one, int) and not isinstance(one, bool) and one >= 0 for one in numbers):
+        raise DataError(f"{where}: expected an address and a size, from 0 on, got {entry!r}")
+    return numbers

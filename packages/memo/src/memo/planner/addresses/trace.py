@@ -129,7 +129,8 @@ class Trace:
 
         Raises:
             DataError: the file is no snapshot, holds other things than numbers, texts and containers,
-                has no history, or has that of several devices and none was named.
+                has no history, or has that of several devices and none was named; a block overlaps a live one, is
+                freed twice or with another size.
         """
         from memo.planner.addresses.snapshot import read_events
 
