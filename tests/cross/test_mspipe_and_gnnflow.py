@@ -33,6 +33,16 @@ def test_zipf(num_nodes, exponent):
     assert ours.label == theirs.label
 
 
+def test_an_event_of_a_node_with_itself_counts_once():
+    src, dst, t = torch.tensor([3, 3, 1]), torch.tensor([3, 3, 3]), torch.tensor([1, 2, 3])
+    ours = mspipe.Sampler(mspipe.Events(src, dst, t), [4])
+    graph = gnnflow.TemporalGraph(undirected=True)
+    graph.add_edges(src, dst, t)
+    node, time = torch.tensor([3]), torch.tensor([9])
+    theirs = gnnflow.TemporalSampler(graph, [4]).sample(node, time)
+    assert ours.sample(node, time).eids.tolist() == theirs.layers[0].eids.tolist() == [2, 1, 0]
+
+
 def test_tgn_is_scored_on_a_growing_graph_as_by_its_own_pipeline():
     """The same events, batches, negatives and weights: a static list here, a growing graph there."""
     events = mspipe.data.zipf(60, 500, seed=3, edge_dim=4)

@@ -116,7 +116,7 @@ def score_links(
             for at in range(0, len(src), batch_size):
                 ends = torch.cat([column[at : at + batch_size] for column in (src, dst)])
                 sampled = pipe.sampler.sample(ends, t[at : at + batch_size].repeat(2))
-                state = memory.layout.unpack(memory.read_rows(sampled.nodes).to(device))
+                state = memory.unpack(memory.read_rows(sampled.nodes).to(device))
                 edges = torch.empty(len(sampled.eids), 0)
                 if pipe.features is not None:
                     edges = pipe.features.index_select(0, sampled.eids)

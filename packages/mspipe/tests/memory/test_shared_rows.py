@@ -1,5 +1,6 @@
 """Rows in shared memory: what killed processes leave, and what others have put in their place."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from mspipe.memory.node_memory import NodeMemory
-from shared.errors import ConfigError, DataError
+from shared.errors import ConfigError, DataError, DiskFullError
 
 USER = """
 import sys
@@ -103,6 +104,20 @@ def test_links_are_not_followed(path, tmp_path):
     assert not (tmp_path / "nowhere").exists()
     with pytest.raises(ConfigError, match="expected a name without '/'"):
         NodeMemory(4, 2, 1, place=f"shm:x/../../../{tmp_path}/precious")
+
+
+def test_rows_without_room_are_refused_and_leave_no_file(path, monkeypatch):
+    before = set(os.listdir("/dev/shm"))
+
+    def refuse(descriptor, offset, num_bytes):
+        assert num_bytes == 128 + 4 * 8 * 4, "all of the rows are asked for"
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    with pytest.raises(DiskFullError, match=r"256 bytes free in /dev/shm, got .*; enlarge it"):
+        NodeMemory(4, 2, 1, place=place_of(path))
+    assert not path.exists()
+    assert not {name for name in set(os.listdir("/dev/shm")) - before if name.startswith(".mspipe")}
 
 
 def test_nothing_is_left_beside_the_name(path):

@@ -1,6 +1,7 @@
 """Models against their equations written out for one node at a time, in dictionaries."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,11 +10,15 @@ from torch.nn import functional as F
 from mspipe.data.batching import batches
 from mspipe.data.events import Events
 from mspipe.data.sampler import Sampler, index_of
+from mspipe.evaluation import score_links
 from mspipe.memory.node_memory import NodeMemory
 from mspipe.memory.row_layout import NO_MAIL, RowLayout, State
 from mspipe.models import APAN, JODIE, TGN, mail_dim
 from mspipe.models.base import TimeEncoding
+from mspipe.models.hooked import Hooked
+from shared.data.events import Events as Checked
 from shared.errors import ConfigError
+from shared.kernels.temporal import Adjacency, sample
 
 
 def phi(model, span):
@@ -32,7 +37,7 @@ class Walked:
 
     def state(self, node):
         """A node's state and its time once its mail is applied."""
-        memory, time = self.memory.get(node, (torch.zeros(8), 0.0))
+        memory, time = self.memory.get(node, (torch.zeros(8), self.events.t[0].item()))
         box = self.mail.get(node, [])
         if not box:
             return memory, time
@@ -58,7 +63,7 @@ class Walked:
         found = []
         for when, src, dst, eid in self.past_before(t):
             found += [(dst, when, eid)] if src == node else []
-            found += [(src, when, eid)] if dst == node else []
+            found += [(src, when, eid)] if dst == node != src else []
         return found[::-1][: self.model.fanout]
 
     def past_before(self, t):
@@ -73,7 +78,7 @@ class Walked:
         if isinstance(model, APAN):
             return model.norm(state)
         if isinstance(model, JODIE):
-            since = torch.tensor([(t - time) / (t + 1)])
+            since = torch.tensor([(t - time) / (t - self.events.t[0].item() + 1)])
             return model.norm(state) * (1 + model.drift(since))
         layer = model.attention
         query = layer.query(torch.cat([state, phi(model, 0)]))
@@ -143,7 +148,7 @@ def test_a_run_equals_one_node_at_a_time(toy, name, loops):
     found = pipe.memory.read(torch.arange(events.num_nodes))
     assert len(walked.memory) > 6
     for node in range(events.num_nodes):
-        memory, time = walked.memory.get(node, (torch.zeros(8), 0.0))
+        memory, time = walked.memory.get(node, (torch.zeros(8), events.t[0].item()))
         torch.testing.assert_close(found.memory[node], memory, atol=1e-5, rtol=1e-4)
         assert float(found.memory_times[node]) == time
         times = found.mail_times[node].reshape(-1).tolist()
@@ -246,3 +251,51 @@ def test_ids_are_numbered():
         different, place = index_of(ids)
         assert torch.equal(different, ids.unique())
         assert torch.equal(different[place], ids)
+
+
+def shifted(events, seconds):
+    times = events.t if isinstance(seconds, int) else events.t.double()
+    return Events(events.src, events.dst, times + seconds, events.features)
+
+
+@pytest.mark.parametrize("name", ["tgn", "jodie", "apan"])
+@pytest.mark.parametrize("seconds", [1_000_000_000, 1e9 + 0.5])
+def test_results_do_not_depend_on_where_time_starts(toy, name, seconds):
+    events = toy.stream(200)
+    runs = [shifted(events, start) for start in (0, seconds)]
+    pipes = [toy.pipeline(run, name) for run in runs]
+    losses = []
+    for pipe, run in zip(pipes, runs, strict=True):
+        torch.manual_seed(0)
+        losses.append(toy.train(pipe, run, epochs=1))
+    assert losses[0] == losses[1]
+    memories = [pipe.memory.read(torch.arange(events.num_nodes)) for pipe in pipes]
+    assert torch.equal(memories[0].memory, memories[1].memory)
+    asked = events.src[:9], events.dst[:9], events.t[-1] + torch.arange(9)
+    scores = [
+        score_links(pipes[0], *asked),
+        score_links(pipes[1], *asked[:2], asked[2].double() + seconds),
+    ]
+    assert torch.equal(*scores)
+
+
+@pytest.mark.parametrize("name", ["tgn", "jodie"])
+def test_a_hooked_memory_begins_with_the_first_event_that_it_meets(toy, name):
+    events = toy.stream(60)
+    embedded = []
+    for run in (events, shifted(events, 1_000_000_000)):
+        torch.manual_seed(0)
+        model = toy.models[name]().eval()
+        hooked = Hooked(model, NodeMemory(1, model.dim, model.mail_dim))
+        adjacency = Adjacency.from_edges(run.src, run.dst, run.t)
+        for part in (run[:20], run[20:40]):
+            hooked.commit(Checked(part.src, part.dst, part.t, None, run.features[part.eid]))
+        kept = hooked.state()
+        again = Hooked(model, NodeMemory(1, model.dim, model.mail_dim))
+        again.load_state(kept)
+        block = sample(adjacency, run.src[40:], run.t[40:], model.fanout)
+        inputs = SimpleNamespace(edges=[SimpleNamespace(values=run.features, index=block.eids)])
+        asked = SimpleNamespace(layers=[block]), inputs
+        assert torch.equal(hooked(*asked), again(*asked))
+        embedded.append(hooked(*asked))
+    assert torch.equal(*embedded)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float64, Int64, Shaped
 from torch import Tensor
 
 from mspipe.data.events import Events
-from shared.errors import ConfigError
+from shared.errors import ConfigError, DataError
 from shared.kernels.temporal import Adjacency, TemporalBlock, sample
 
 __all__ = ["Sampled", "Sampler", "index_of"]
@@ -29,6 +29,7 @@ class Sampled:
         dt: float64 [num_sampled], time of the root minus time of the edge.
         eids: int64 [num_sampled], id of the edge's event.
         starts: int64 [num_roots + 1], start of each root's neighbours, and the end.
+        begin: time of the stream's first event.
     """
 
     nodes: Int64[Tensor, " num_rows"]
@@ -38,10 +39,11 @@ class Sampled:
     dt: Float64[Tensor, " num_sampled"]
     eids: Int64[Tensor, " num_sampled"]
     starts: Int64[Tensor, " num_roots_and_1"]
+    begin: float = 0.0
 
     @classmethod
-    def of(cls, block: TemporalBlock) -> Sampled:
-        """The sample of a block, on the CPU."""
+    def of(cls, block: TemporalBlock, begin: float = 0.0) -> Sampled:
+        """The sample of a block, on the CPU, of a stream that begins at a time."""
         num_roots = len(block.roots)
         nodes, place = index_of(torch.cat([block.roots, block.nodes]))
         counts = torch.bincount(block.row, minlength=num_roots)
@@ -49,15 +51,18 @@ class Sampled:
         torch.cumsum(counts, 0, out=starts[1:])
         roots, neighbors = place.split([num_roots, len(block.nodes)])
         times = block.root_times.double()
-        return cls(nodes, roots, times, neighbors, block.dt.double(), block.eids, starts)
+        return cls(nodes, roots, times, neighbors, block.dt.double(), block.eids, starts, begin)
 
 
 class Sampler:
     """Samples the `fanout` newest events of each node that are strictly earlier than its time.
 
     Args:
-        events: events to sample from, each in both directions.
+        events: events to sample from, each in both directions; one of a node with itself once.
         fanouts: one number, the neighbours sampled per node (TGN and APAN use one hop); 0 for none.
+
+    Attributes:
+        begin: time of the first event; 0 without events.
 
     Raises:
         ConfigError: there is not one fanout, or it is negative.
@@ -70,19 +75,41 @@ class Sampler:
                 "memory sample a single hop"
             )
         self.fanout, self.num_nodes = fanouts[0], events.num_nodes
+        self.begin = events.t[0].item() if len(events) else 0.0
         # Both directions of an event are adjacent, as when events are inserted one by one.
-        src = torch.stack([events.src, events.dst], 1).flatten()
-        dst = torch.stack([events.dst, events.src], 1).flatten()
+        src = torch.stack([events.src, events.dst], 1)
+        dst = src.flip(1).flatten()
+        is_kept = torch.ones_like(src, dtype=torch.bool)
+        is_kept[:, 1] = events.src != events.dst
+        kept = is_kept.flatten().nonzero()[:, 0]
         self._adjacency = Adjacency.from_edges(
-            src, dst, events.t.repeat_interleave(2), events.eid.repeat_interleave(2)
+            src.flatten()[kept], dst[kept], events.t[kept // 2], events.eid[kept // 2]
         )
 
     def sample(
         self, nodes: Int64[Tensor, " num_roots"], times: Shaped[Tensor, " num_roots"]
     ) -> Sampled:
-        """The roots in the order given, with their neighbours."""
+        """The roots in the order given, with their neighbours.
+
+        Raises:
+            DataError: a time is NaN or infinite.
+        """
+        if times.is_floating_point() and not self._adjacency.times.is_floating_point():
+            return self._sample_between(nodes, times.double())
         times = times.to(self._adjacency.times.dtype)
-        return Sampled.of(sample(self._adjacency, nodes, times, self.fanout))
+        return Sampled.of(sample(self._adjacency, nodes, times, self.fanout), self.begin)
+
+    def _sample_between(self, nodes: Tensor, times: Tensor) -> Sampled:
+        """Samples as of any time from events at whole ones."""
+        if not times.isfinite().all():
+            raise DataError(
+                "times: expected finite ones, got NaN or infinity; check the times asked"
+            )
+        # Earlier than 5.5 is earlier than 6.
+        bounds = times.ceil()
+        block = sample(self._adjacency, nodes, bounds.long(), self.fanout)
+        dt = block.dt.double() - (bounds - times)[block.row]
+        return replace(Sampled.of(block, self.begin), root_times=times, dt=dt)
 
 
 def index_of(ids: Int64[Tensor, " n"]) -> tuple[Int64[Tensor, " different"], Int64[Tensor, " n"]]:

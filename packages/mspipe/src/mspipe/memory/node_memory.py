@@ -12,7 +12,7 @@ from jaxtyping import Float, Float64, Int64
 from torch import Tensor
 
 from mspipe.memory.row_cache import NodeRowCache
-from mspipe.memory.row_layout import NO_MAIL, RowLayout, State
+from mspipe.memory.row_layout import NEVER, NO_MAIL, RowLayout, State
 from mspipe.memory.rows import RowStore, open_rows
 from shared.errors import ConfigError, DataError
 from shared.files import atomic_file
@@ -33,12 +33,14 @@ class NodeMemory:
             "cuda" or "cuda:1"; "shm:NAME", memory that all processes of the machine share by name;
             or "tcp://host:port" of an `mspipe serve-memory`, whose key, if it has one, is in the
             environment variable MSPIPE_KEY, or in the file that MSPIPE_KEY_FILE names.
-        start: time of states before their first write, in the unit of the events' times.
+        start: time of states before their first write, in the unit of the events' times. None: that of
+            the stream's first event, which the pipeline or the first `commit` sets.
         cache_bytes: size of an LRU cache of rows on this machine, for a place behind a slow link
             that no other process writes to; 0 for none.
 
     Attributes:
         layout: layout of a row.
+        start: as given, or as the first event set it.
         rows: the store of the rows. It may be wrapped in another `RowStore`, such as one that
             models a slow link.
         cache: the LRU cache, None without one.
@@ -56,15 +58,15 @@ class NodeMemory:
         mail_dim: int,
         slots: int = 1,
         place: str = "cpu",
-        start: float = 0.0,
+        start: float | None = None,
         cache_bytes: int = 0,
     ) -> None:
         if num_nodes < 0:
             raise ConfigError(f"expected num_nodes of at least 0, got {num_nodes}")
         self.layout = RowLayout(dim, mail_dim, slots)
-        self.place, self.start = place, float(start)
+        self.place, self.start = place, None if start is None else float(start)
         fresh = torch.zeros(1, self.layout.num_words)
-        self.layout.unpack(fresh).memory_times.fill_(self.start)
+        self.layout.unpack(fresh).memory_times.fill_(NEVER if self.start is None else self.start)
         self.layout.unpack(fresh).mail_times.fill_(NO_MAIL)
         if cache_bytes < 0:
             raise ConfigError(f"expected cache_bytes of at least 0, got {cache_bytes}")
@@ -107,7 +109,13 @@ class NodeMemory:
             DataError: an id is negative or not below `num_nodes`.
             CommError: the server does not answer.
         """
-        return self.layout.unpack(self.read_rows(nodes))
+        return self.unpack(self.read_rows(nodes))
+
+    def unpack(self, rows: Float[Tensor, "n words"]) -> State:
+        """The parts of rows, where a state that was never written has the time `start`."""
+        state = self.layout.unpack(rows)
+        times = state.memory_times
+        return state._replace(memory_times=times.masked_fill(times == NEVER, self.start or 0.0))
 
     def read_rows(self, nodes: Int64[Tensor, " n"]) -> Float[Tensor, "n words"]:
         """As `read`, but whole rows."""
@@ -236,7 +244,8 @@ class NodeMemory:
         about = torch.tensor(
             [self.layout.dim, self.layout.mail_dim, self.layout.slots, self.version]
         )
-        return {"rows": words, "about": about}
+        start = torch.tensor([NEVER if self.start is None else self.start], dtype=torch.float64)
+        return {"rows": words, "about": about, "start": start}
 
     def restore(self, snapshot: dict[str, Any]) -> None:
         """Restores all rows from a snapshot, growing if needed; nodes beyond it are reset.
@@ -252,6 +261,12 @@ class NodeMemory:
             )
         self.reset()
         self.grow(len(rows))
+        if (
+            self.start is None
+            and "start" in snapshot
+            and (start := snapshot["start"].item()) != NEVER
+        ):
+            self.start = start
         for part in torch.arange(len(rows)).split(1 << 16):
             self.rows.write(part, rows[part])
 

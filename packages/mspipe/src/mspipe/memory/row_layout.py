@@ -15,10 +15,13 @@ from torch import Tensor
 
 from shared.errors import ConfigError
 
-__all__ = ["NO_MAIL", "RowLayout", "State"]
+__all__ = ["NEVER", "NO_MAIL", "RowLayout", "State"]
 
 NO_MAIL = -1.0
 """The time of an empty message slot."""
+
+NEVER = -1.0
+"""The time of a state that was never written, where the stream's begin is not known yet."""
 
 
 class State(NamedTuple):

@@ -7,6 +7,7 @@ locks was left by processes that were killed, and its rows are never used again.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import mmap
@@ -18,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from shared.errors import ConfigError, DataError
+from shared.errors import ConfigError, DataError, DiskFullError
 from shared.kernels.gather import gather
 from shared.process_mark import is_alive, mark
 
@@ -45,6 +46,7 @@ class SharedRows:
 
     Raises:
         ConfigError: the machine has no /dev/shm, the name has a slash, or rows are to be added.
+        DiskFullError: /dev/shm has no room for the rows.
         DataError: shared memory of that name exists with other sizes, is of another user or a link,
             or its maker has ended while others still use it.
     """
@@ -75,7 +77,7 @@ class SharedRows:
         """An open, locked file that has the name from now on; None if another has it meanwhile."""
         descriptor, partial = tempfile.mkstemp(prefix=".mspipe-", dir=_FOLDER)  # of mode 0600
         try:
-            os.truncate(descriptor, self._num_bytes)
+            self._reserve(descriptor)
             os.pwrite(descriptor, mark().encode(), 8)
             with mmap.mmap(descriptor, self._num_bytes) as shared:
                 table = _table_of(shared, len(self._fresh))
@@ -92,6 +94,21 @@ class SharedRows:
             os.unlink(partial)
         self._is_maker = True
         return descriptor
+
+    def _reserve(self, descriptor: int) -> None:
+        """Takes the file's pages, as a write to one that the machine cannot give is a SIGBUS."""
+        try:
+            os.posix_fallocate(descriptor, 0, self._num_bytes)
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            os.truncate(descriptor, 0)
+            status = os.statvfs(_FOLDER)
+            raise DiskFullError(
+                f"{self._path}: expected {self._num_bytes:,} bytes free in {_FOLDER}, got "
+                f"{status.f_bavail * status.f_frsize:,}; enlarge it (docker run --shm-size), or use "
+                "another place"
+            ) from error
 
     def _joined(self) -> int | None:
         """The file of that name, open and locked; None if there is none that is in use."""

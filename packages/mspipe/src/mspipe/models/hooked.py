@@ -64,7 +64,8 @@ class Hooked(nn.Module):
         Raises:
             DataError: features are missing or of another width.
         """
-        sampled = Sampled.of(sample.layers[0])
+        block = sample.layers[0]
+        sampled = Sampled.of(block, self._begin(block.root_times))
         self._grow(sampled.nodes)
         updated = self.model.update(self.memory.read(sampled.nodes))
         edge_rows = torch.empty(len(sampled.eids), 0)
@@ -95,7 +96,7 @@ class Hooked(nn.Module):
         none, no_rows = torch.empty(0), torch.empty(0, dtype=torch.int64)
         sampled = Sampled(
             nodes, roots, events.t.double().repeat(2), no_rows, none.double(), no_rows,
-            torch.zeros(len(roots) + 1, dtype=torch.int64),
+            torch.zeros(len(roots) + 1, dtype=torch.int64), self._begin(events.t),
         )  # fmt: skip
         state = self.memory.read(nodes)
         updated = self.model.update(state)
@@ -110,6 +111,12 @@ class Hooked(nn.Module):
     def load_state(self, state: dict[str, Tensor]) -> None:
         """Restores the memory from a result of `state`."""
         self.memory.restore(state)
+
+    def _begin(self, times: Tensor) -> float:
+        """Time of the stream's first event: the earliest of the first times that come here."""
+        if self.memory.start is None and len(times):
+            self.memory.start = times.min().item()
+        return self.memory.start or 0.0
 
     def _grow(self, nodes: Tensor) -> None:
         # A root may have any id; a new node gets an initial row.

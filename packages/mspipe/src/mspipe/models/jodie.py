@@ -15,7 +15,8 @@ __all__ = ["JODIE"]
 class JODIE(RecurrentModel):
     """A plain recurrent cell over mail, and a state that drifts over time (arXiv 1908.01207).
 
-    The embedding is LN(s) (1 + w (t - t of s) / (t + 1) + b), as in TGL.
+    The embedding is LN(s) (1 + w (t - t of s) / (t + 1) + b), as in TGL, where t counts from the
+    stream's first event.
 
     Args:
         dim: width of states and embeddings.
@@ -35,5 +36,5 @@ class JODIE(RecurrentModel):
         del edge_rows
         roots = sampled.roots.to(updated.memory.device)
         t = sampled.root_times.to(updated.times.device)
-        since = ((t - updated.times[roots]) / (t + 1)).float()
+        since = ((t - updated.times[roots]) / (t - sampled.begin + 1)).float()
         return self.norm(F.embedding(roots, updated.memory)) * (1 + self.drift(since[:, None]))

@@ -160,7 +160,7 @@ class StaleMix:
         is_root = torch.zeros(len(sampled.nodes), dtype=torch.bool)
         is_root[sampled.roots] = True
         now = work.batch.events.t[-1].double()
-        state = self._memory.layout.unpack(work.rows)
+        state = self._memory.unpack(work.rows)
         # Nodes that were never written have the greatest age but no state to mix.
         is_root &= newest_mail(state)[0].cpu()
         age = now - state.memory_times.cpu()
@@ -179,7 +179,7 @@ class StaleMix:
         here = stale.to(device)
         own = state.memory[here]
         mix, is_mixed, mean = mitigation.mixed(
-            own, state.memory_times[here], self._memory.layout.unpack(rows), (asked >= 0).to(device)
+            own, state.memory_times[here], self._memory.unpack(rows), (asked >= 0).to(device)
         )
         self._report.num_mixed += int(is_mixed.sum())
         self._report.weight = mitigation.weight

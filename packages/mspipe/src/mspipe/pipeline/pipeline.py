@@ -97,6 +97,8 @@ class Pipeline:
                 f"features: expected {model.edge_dim} columns as the model has edge_dim, got {edge_dim}"
             )
         self.model, self.memory, self.sampler, self.features = model, memory, sampler, features
+        if memory.start is None:
+            memory.start = getattr(sampler, "begin", None)
         self.max_staleness, self.depth, self.is_early = max_staleness, depth, is_early
         self.mitigation, self.is_fixed = mitigation, is_fixed
         self.workers = WorkerSlices(group)

@@ -213,7 +213,7 @@ class Stages:
         self.streams.after(work.arrived, work.rows, *work.features, *similar)
         if self.mode.is_forwarding:
             self._forward_rows(work)
-        state = self.memory.layout.unpack(work.rows)
+        state = self.memory.unpack(work.rows)
         return state if self._mix is None else self._mix.mix(work, state)
 
     def _keep(self, work: Iteration, rows: Tensor) -> None:
