@@ -1,5 +1,6 @@
 """Training: equal on any number of ranks, resumable to the bit, single-label and multilabel."""
 
+import json
 import os
 import time
 from copy import deepcopy
@@ -16,6 +17,7 @@ from adaqp.simulator.profiler import measure
 from adaqp.training import checkpoint
 from adaqp.training.checkpoint import find
 from adaqp.training.config import ModelConfig
+from adaqp.training.trainer import History
 from shared.comms import RankPool
 from shared.errors import ConfigError, DataError, RankFailure
 
@@ -226,6 +228,23 @@ def evaluated_each_epoch(folder):
             ends.append(time.perf_counter() - start)
             trainer.record_evaluation()
     return ends, [sum(step) for step in zip(*trainer.history.seconds.values(), strict=True)]
+
+
+@pytest.mark.parametrize("is_multilabel", [False, True])
+def test_a_split_without_nodes_has_no_accuracy(cut, tmp_path, is_multilabel):
+    none, some = [False] * 4, [True, True, False, False]
+    label = [[1.0], [0.0], [1.0], [1.0]] if is_multilabel else [0, 1, 0, 1]
+    feat = torch.eye(4)
+    graph = from_edge_index([0, 1, 2], [1, 2, 3], 4, feat, label, some, none, none)
+    dg = adaqp.load(cut(graph, 1))
+    with dg.messages(Exact()):
+        trainer = make(dg, Exact(), 0.0)
+        history = trainer.fit(2, eval_every=1)
+        assert history.accuracy["val"] == history.accuracy["test"] == [None, None]
+        assert all(0 <= score <= 1 for score in history.accuracy["train"])
+        again = History.from_tensors(history.to_tensors())
+        assert again == history
+        assert "NaN" not in json.dumps(history.to_json())
 
 
 def test_an_evaluation_is_on_no_epochs_clock(sbm, cut, pool2):

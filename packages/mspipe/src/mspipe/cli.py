@@ -342,15 +342,11 @@ class ServeMemory:
 
     def execute(self) -> None:
         """Prints the address, and serves."""
-        from mspipe.memory.server import MemoryServer
+        from mspipe.memory.server import MemoryServer, parse_address
         from mspipe.memory.shared_key import read_key
 
-        host, _, port = self.bind.rpartition(":")
-        if not host or not port.isdecimal():
-            raise ConfigError(f"bind: expected host:port, got {self.bind!r}")
         server = MemoryServer(
-            host,
-            int(port),
+            *parse_address(self.bind),
             max_bytes=None if self.max_bytes is None else parse_bytes(self.max_bytes),
             max_clients=self.max_clients,
             timeout_s=self.timeout_s,

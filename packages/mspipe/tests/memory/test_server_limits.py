@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from mspipe import cli
+from mspipe.memory.node_memory import NodeMemory
 from mspipe.memory.remote_rows import RemoteRows
-from mspipe.memory.server import MemoryServer
+from mspipe.memory.server import MemoryServer, parse_address
 from mspipe.memory.wire import Op, Wire
 from shared.errors import CommError, ConfigError, DataError
 
@@ -178,3 +179,36 @@ def test_a_client_sends_no_more_than_servers_take():
         with pytest.raises(DataError, match=r"at most 4,294,967,296 bytes at once, .*; split it"):
             client.write(ids, FRESH.expand(count, -1))
         client.close()
+
+
+@pytest.mark.parametrize(
+    ("bind", "address"),
+    [
+        ("0.0.0.0:7000", ("0.0.0.0", 7000)),
+        ("[::1]:7123", ("::1", 7123)),
+        ("::1:7123", ("::1", 7123)),
+        ("localhost:0", ("localhost", 0)),
+    ],
+)
+def test_an_address_may_be_of_either_kind(bind, address):
+    assert parse_address(bind) == address
+
+
+@pytest.mark.parametrize(
+    "bind", ["[::1:7000", "::1]:7000", "7000", ":7000", "[::1]", "host:", "host:x"]
+)
+def test_half_an_address_is_refused(bind):
+    with pytest.raises(ConfigError, match="bind: expected host:port or"):
+        parse_address(bind)
+
+
+def test_a_server_listens_on_ipv6():
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    with MemoryServer(*parse_address("[::1]:0")) as server:
+        assert server.address.startswith("tcp://[::1]:")
+        memory = NodeMemory(3, 2, 1, place=server.address)
+        assert memory.version == 0
+        memory.close()

@@ -25,7 +25,7 @@ from mspipe.memory.rows import LocalRows
 from mspipe.memory.wire import MAX_BYTES, Op, Wire
 from shared.errors import CommError, ConfigError, DataError
 
-__all__ = ["MemoryServer"]
+__all__ = ["MemoryServer", "parse_address"]
 
 _log = logging.getLogger(__name__)
 
@@ -34,6 +34,18 @@ _LONGEST_ROW = 1 << 16  # words that are received of a client that is refused
 
 # Raised by torch and numpy, among others for sizes that do not fit in memory; sent to the client.
 _REFUSALS = (ValueError, OverflowError, RuntimeError, MemoryError)
+
+
+def parse_address(bind: str) -> tuple[str, int]:
+    """Splits an address to listen on, such as 0.0.0.0:7000 or [::1]:7000.
+
+    Raises:
+        ConfigError: it has no host, or no port.
+    """
+    host, _, port = bind.rpartition(":")
+    if not host or not port.isdecimal() or host.startswith("[") != host.endswith("]"):
+        raise ConfigError(f"bind: expected host:port or [host]:port, got {bind!r}")
+    return host.removeprefix("[").removesuffix("]"), int(port)
 
 
 class MemoryServer:
