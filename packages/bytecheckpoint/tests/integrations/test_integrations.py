@@ -147,13 +147,93 @@ def test_accelerate_refuses_to_drop_a_model_it_was_not_given(tmp_path):
         accelerator.save_state(str(tmp_path / "state"))
 
 
+class BareCallback:
+    """What Lightning's callbacks derive from."""
+
+    state_key = "bare"
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        raise AssertionError("it kept nothing")
+
+    def on_save_checkpoint(self, trainer, module, checkpoint):
+        """Nothing to add."""
+
+    on_load_checkpoint = on_save_checkpoint
+
+
+class BareModule(Model):
+    """What Lightning's modules derive from."""
+
+    strict_loading = True
+
+    def on_save_checkpoint(self, checkpoint):
+        """Nothing to add."""
+
+    on_load_checkpoint = on_save_checkpoint
+
+
+class Hooked(BareModule):
+    """A module that counts, and saves its count by hooks."""
+
+    count = 0
+
+    def on_save_checkpoint(self, checkpoint):
+        checkpoint["count"] = self.count
+        checkpoint["means"] = torch.full((3,), float(self.count))
+
+    def on_load_checkpoint(self, checkpoint):
+        assert torch.equal(checkpoint["means"], torch.full((3,), float(checkpoint["count"])))
+        assert checkpoint["state_dict"].keys() == self.state_dict().keys()
+        self.count = checkpoint["count"]
+
+
+class Average(BareCallback):
+    """A callback that puts an average in the weights' place, as Lightning's own does."""
+
+    state_key = "Average"
+    mean, num_updates = 0.0, 0
+
+    def state_dict(self):
+        return {"num_updates": self.num_updates}
+
+    def load_state_dict(self, state):
+        self.num_updates = state["num_updates"]
+
+    def on_save_checkpoint(self, trainer, module, checkpoint):
+        checkpoint["current"] = checkpoint["state_dict"]
+        means = {name: torch.full_like(v, 7.0) for name, v in checkpoint["current"].items()}
+        checkpoint["state_dict"] = means
+
+    def on_load_checkpoint(self, trainer, module, checkpoint):
+        self.mean = checkpoint["state_dict"]["layers.0.bias"][0].item()
+        assert module.layers[0].bias[0] == self.mean
+        module.load_state_dict(checkpoint["current"])
+
+
+class Plugin:
+    """A precision plugin or data module with a state."""
+
+    scale = 1
+
+    def state_dict(self):
+        return {"scale": self.scale}
+
+    def load_state_dict(self, state):
+        self.scale = state["scale"]
+
+
 def test_lightning_callback_by_its_protocol(tmp_path, monkeypatch):
     if find_spec("lightning"):
         pytest.skip("the tests below run the real one")
     stand_in = ModuleType("lightning.pytorch")
-    kinds = {"Callback": type("Callback", (), {}), "LightningModule": object, "Trainer": object}
-    stand_in.__dict__.update(kinds)
-    monkeypatch.setitem(sys.modules, "lightning", ModuleType("lightning"))
+    kinds = {"Callback": BareCallback, "LightningModule": BareModule, "Trainer": object}
+    stand_in.__dict__.update(kinds | {"__version__": "2"})
+    package = ModuleType("lightning")
+    package.__dict__["pytorch"] = stand_in
+    monkeypatch.setitem(sys.modules, "lightning", package)
     monkeypatch.setitem(sys.modules, "lightning.pytorch", stand_in)
     monkeypatch.delitem(sys.modules, "bytecheckpoint.integrations.lightning", raising=False)
     from bytecheckpoint.integrations.lightning import CheckpointCallback
@@ -173,7 +253,7 @@ def test_lightning_callback_by_its_protocol(tmp_path, monkeypatch):
         CheckpointCallback(tmp_path, keep=1, keep_best=1)
 
     def made():
-        model = Model()
+        model = Hooked()
         optimizer = torch.optim.AdamW(model.parameters())
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
         trainer = SimpleNamespace(
@@ -182,10 +262,16 @@ def test_lightning_callback_by_its_protocol(tmp_path, monkeypatch):
             lr_scheduler_configs=[SimpleNamespace(scheduler=scheduler)],
             fit_loop=Loop(),
             global_step=0,
+            current_epoch=0,
+            lightning_module=model,
+            callbacks=[Average()],
+            precision_plugin=Plugin(),
+            datamodule=None,
         )
         callback = CheckpointCallback(
             tmp_path, every_n_steps=2, keep=1, keep_best=1, metric=lambda: 0.5
         )
+        trainer.callbacks.append(callback)
         callback.on_fit_start(trainer, model)
         return trainer, callback
 
@@ -200,6 +286,9 @@ def test_lightning_callback_by_its_protocol(tmp_path, monkeypatch):
             trainer.optimizers[0].step()
             trainer.lr_scheduler_configs[0].scheduler.step()
             trainer.global_step += 1
+            trainer.model.count += 1
+            trainer.callbacks[0].num_updates += 2
+            trainer.precision_plugin.scale *= 2
             trainer.fit_loop.progress["ready"] += 1
         callback.on_train_batch_end(trainer, trainer.model, {}, batch, at)
         if trainer.global_step == 2 and at % 2:
@@ -213,6 +302,9 @@ def test_lightning_callback_by_its_protocol(tmp_path, monkeypatch):
     assert_equal(saved, trainer.model.state_dict())
     assert trainer.fit_loop.progress == {"ready": 2}
     assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == 2
+    average = trainer.callbacks[0]
+    assert (trainer.model.count, trainer.precision_plugin.scale) == (2, 4)
+    assert (average.num_updates, average.mean) == (4, 7.0)
     torch.rand(5)
     callback.on_train_batch_start(trainer, trainer.model, batch, 4)
     assert torch.equal(torch.rand(2), drawn)
@@ -227,10 +319,17 @@ def test_lightning_goes_on_where_it_stopped(tmp_path, every_n_steps):
     class Module(lightning.LightningModule):
         def __init__(self):
             super().__init__()
-            self.model = Model()
+            self.model, self.count = Model(), 0
 
         def training_step(self, batch, at):
+            self.count += 1
             return self.model(**batch)["loss"]
+
+        def on_save_checkpoint(self, checkpoint):
+            checkpoint["count"] = self.count
+
+        def on_load_checkpoint(self, checkpoint):
+            self.count = checkpoint["count"]
 
         def configure_optimizers(self):
             optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
@@ -244,7 +343,10 @@ def test_lightning_goes_on_where_it_stopped(tmp_path, every_n_steps):
         loader = order.track(torch.utils.data.DataLoader(samples(), batch_size=4, sampler=order))
         trainer = lightning.Trainer(
             max_steps=max_steps,
-            callbacks=[CheckpointCallback(url, every_n_steps=every_n_steps, extra={"l": loader})],
+            callbacks=[
+                lightning.callbacks.EMAWeightAveraging(decay=0.9),
+                CheckpointCallback(url, every_n_steps=every_n_steps, extra={"l": loader}),
+            ],
             enable_checkpointing=False,
             logger=False,
             accelerator="cpu",
@@ -254,12 +356,15 @@ def test_lightning_goes_on_where_it_stopped(tmp_path, every_n_steps):
         trainer.fit(module, loader)
         return trainer, module
 
-    _, whole = fit(tmp_path / "a", 16)
+    trainer, whole = fit(tmp_path / "a", 16)
+    averages = trainer.callbacks[0]
     fit(tmp_path / "b", 14)
     trainer, resumed = fit(tmp_path / "b", 16)
     assert trainer.global_step == 16
     assert trainer.fit_loop.epoch_progress.current.ready == 2
     assert_equal(whole.state_dict(), resumed.state_dict())
+    assert resumed.count == whole.count == 16
+    assert trainer.callbacks[0].state_dict() == averages.state_dict()
     with bcp.Checkpointer(tmp_path / "b") as ckpt:
         assert ckpt.steps() == list(range(every_n_steps, 17, every_n_steps))
 

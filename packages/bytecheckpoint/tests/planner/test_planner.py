@@ -8,7 +8,13 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 
-from bytecheckpoint.planner.planner import Pieces, RankPart, assign_writers, plan
+from bytecheckpoint.planner.planner import (
+    Pieces,
+    RankPart,
+    assign_writers,
+    find_replicas,
+    plan,
+)
 from bytecheckpoint.storage.files.dtypes import parse_dtype
 from bytecheckpoint.storage.files.index import Index
 from shared.errors import ConfigError, DataError
@@ -361,3 +367,19 @@ def test_few_chunks_are_cut():
     sizes = noise.lognormal(18, 1.5, 100).astype(int)
     writer, _ = assign_writers(sizes, [range(8)] * 100, split=True)
     assert sum(map(len, writer)) <= 100 + 2 * 8
+
+
+def test_replicas_are_the_large_boxes_that_several_ranks_hold():
+    held = [
+        ("b", "float32", (4, 5000), Box((0, 0), (4, 5000))),  # on all ranks
+        ("a", "float32", (16_384,), whole((16_384,))),  # 64 KiB, on ranks 0 and 1
+        ("small", "float32", (16_383,), whole((16_383,))),  # on all ranks
+        ("none", "float32", (0, 5), whole((0, 5))),
+    ]
+    own = [("cut", "float32", (3, 20_000), Box((rank, 0), (1, 20_000))) for rank in range(3)]
+    rows = [[*held, own[0]], [own[1], *held], [*held[:1], own[2], *held[2:]]]
+    parts = [Pieces.of(rank, of_rank) for rank, of_rank in enumerate(rows)]
+    found = find_replicas(Pieces.merge(parts)).tolist()
+    expected = [[True, True, False, False, False], [False, True, True, False, False]]
+    assert found == [*expected[0], *expected[1], True, False, False, False]
+    assert find_replicas(Pieces.of(0, [])).tolist() == []

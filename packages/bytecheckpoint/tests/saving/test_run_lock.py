@@ -103,3 +103,12 @@ def test_the_lock_is_held_until_the_process_is_gone(tmp_path):
         [sys.executable, script, tmp_path], capture_output=True, text=True, check=True
     )
     assert done.stdout == "7\n"
+
+
+def test_ranks_without_a_process_group_are_told_what_is_missing(tmp_path, monkeypatch):
+    with bcp.Checkpointer(tmp_path / "run") as ckpt:
+        ckpt.save(1, {"x": torch.ones(3)}).committed.result(60)
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        assert "init_process_group() before the first save" in ask_for_lock(tmp_path / "run")
+        monkeypatch.setenv("WORLD_SIZE", "1")
+        assert "a running process does" in ask_for_lock(tmp_path / "run")

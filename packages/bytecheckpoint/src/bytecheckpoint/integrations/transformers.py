@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import json
+import logging
 import os
 import tempfile
 import weakref
@@ -35,6 +36,8 @@ from bytecheckpoint.storage.files import commit
 from shared.errors import ConfigError
 
 __all__ = ["CheckpointCallback"]
+
+_log = logging.getLogger(__name__)
 
 
 class CheckpointCallback(TrainerCallback):
@@ -157,6 +160,12 @@ class CheckpointCallback(TrainerCallback):
                 self._rng = None
             elif "epoch_rng" in self._saved_keys:
                 self._epoch_rng.restore()
+                if state.epoch > 1 and args.dataloader_persistent_workers:
+                    # New workers draw a seed, which the persistent ones of a later epoch do not.
+                    _log.warning(
+                        "persistent workers: the rest of this epoch has another order if the "
+                        "sampler draws from the global generator, as for grouped lengths"
+                    )
         self._epoch_rng = RngSnapshot()
 
     def on_step_begin(
@@ -251,12 +260,13 @@ class CheckpointCallback(TrainerCallback):
         trainer = self._trainer()
         callbacks = [] if trainer is None else trainer.callback_handler.callbacks
         exportable = [one for one in (*callbacks, control) if isinstance(one, ExportableState)]
-        current = TrainerState(stateful_callbacks=exportable).stateful_callbacks
-        kept = dataclasses.asdict(state) | {"stateful_callbacks": current}
-        if kept["log_history"] and "train_runtime" in kept["log_history"][-1]:
+        current = TrainerState(stateful_callbacks=exportable)  # pyrefly: ignore[bad-argument-type]
+        history = list(state.log_history)
+        if history and "train_runtime" in history[-1]:
             # The summary of this training, which a resumed one appends anew.
-            kept["log_history"].pop()
-        return json.dumps(kept)
+            history.pop()
+        kept = {"stateful_callbacks": current.stateful_callbacks, "log_history": history}
+        return json.dumps(dataclasses.asdict(state) | kept)
 
 
 def _find_trainer(optimizer: Any) -> Callable[[], Any]:
