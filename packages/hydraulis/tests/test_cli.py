@@ -100,6 +100,30 @@ def test_strategies_are_compared_without_a_gpu(lengths, tmp_path, capsys):
     )
 
 
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        ("plan x --ranks 8 --cap 0", "--cap: expected at least 1, got 0"),
+        ("plan x --ranks 0 --cap 9", "--ranks: expected at least 1, got 0"),
+        ("plan x --ranks 8 --cap 9 --message nan", "--message: expected at least 0, got nan"),
+        ("plan x --ranks 8 --cap 9 --b inf", "--b: expected at least 0, got inf"),
+        ("plan x --ranks 8 --cap 9 --a 1 --cost y", "--cost: expected a file alone, got --a too"),
+        ("plan x --ranks 8 --cap 9 --a 0 --b 0", "expected one of them above 0"),
+        ("compare --tokens-per-step 0", "--tokens-per-step: expected at least 1, got 0"),
+        ("compare --steps 0", "--steps: expected at least 1, got 0"),
+        ("compare --efficiency nan", "--efficiency: expected at least 0, got nan"),
+        ("compare --efficiency 2", "--efficiency: expected a share of at most 1, got 2"),
+        ("compare --network-gb-per-s 0", "--network-gb-per-s: expected more than 0, got 0"),
+        ("compare --seed -1", "--seed: expected at least 0, got -1"),
+    ],
+)
+def test_options_outside_their_range_are_wrong_usage(argv, told, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(argv.split())
+    assert caught.value.code == 2
+    assert told in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("argv", [["demo", "--fast"], ["plan", "x", "--ranks", "eight"]])
 def test_wrong_usage_is_status_2(argv):
     with pytest.raises(SystemExit) as caught:

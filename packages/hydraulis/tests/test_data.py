@@ -79,6 +79,25 @@ def test_a_rank_outside_the_ranks_is_refused():
         hy.BalancedBatchSampler([5, 6], tokens_per_step=9, num_ranks=2, rank=2, cost=COST, cap=9)
 
 
+@pytest.mark.unchecked
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"cap": "4k"}, "cap: expected a whole number, got '4k'"),
+        ({"tokens_per_step": 9.5}, r"tokens_per_step: expected a whole number, got 9\.5"),
+        ({"num_ranks": True}, "num_ranks: expected a whole number, got True"),
+        ({"cost": "fast"}, "cost: expected a Cost, got 'fast'"),
+        ({"cost": None}, "cost: expected a Cost, got None"),
+        ({"lengths": ["a"]}, "lengths: expected a sequence of whole numbers"),
+        ({"lengths": [5, 10**22]}, r"lengths\[1\]: expected a whole number .* at most"),
+    ],
+)
+def test_arguments_of_other_kinds_are_refused_by_name(changed, told):
+    given = {"lengths": [5, 6], "tokens_per_step": 9, "num_ranks": 1, "cost": COST, "cap": 9}
+    with pytest.raises(ConfigError, match=told):
+        hy.BalancedBatchSampler(rank=0, **(given | changed))
+
+
 def test_the_standard_library_has_a_long_tail():
     sizes = np.array([len(text) for text in hy.data.python_source()])
     assert len(sizes) > 500
@@ -92,5 +111,8 @@ def test_lengths_are_read_line_by_line(tmp_path):
     (tmp_path / "b.txt").write_text("tokens\n5\n")
     with pytest.raises(DataError, match=r"b\.txt:1: expected a whole .* got tokens; .* no header"):
         hy.data.read_lengths(tmp_path / "b.txt")
+    (tmp_path / "c.txt").write_text("5\n" + "9" * 5000)
+    with pytest.raises(DataError, match=r"c\.txt:2: expected a whole number .* at most \d+"):
+        hy.data.read_lengths(tmp_path / "c.txt")
     with pytest.raises(DataError, match="expected lengths, a number on each line, got a folder"):
         hy.data.read_lengths(tmp_path)

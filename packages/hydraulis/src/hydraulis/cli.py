@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
 import tyro
 
 from shared.cli import DemoOptions, JsonOption, run_command
+from shared.errors import ConfigError
 from shared.training.progress import show_progress
 
 __all__ = ["main"]
+
+_FLEXSP = {"a": 5.128e-9, "b": 1.8396e-4, "c": 0.629}
+"""Coefficients that FlexSP published for a model of 7 billion weights."""
 
 _ABOUT = """Documents of any length, every rank finishing at the same time.
 
@@ -42,16 +47,27 @@ class PlanGroups(JsonOption):
     """Ranks in all."""
     cap: int
     """Most tokens that a rank holds."""
-    a: float = 5.128e-9
-    """Seconds for each token squared; the defaults are FlexSP's for a model of 7 billion weights."""
-    b: float = 1.8396e-4
-    """Seconds for each token."""
-    c: float = 0.629
-    """Seconds of any micro-batch."""
+    a: float | None = None
+    """Seconds for each token squared; by default 5.128e-9, FlexSP's for a model of 7 billion weights."""
+    b: float | None = None
+    """Seconds for each token; by default FlexSP's 1.8396e-4."""
+    c: float | None = None
+    """Seconds of any micro-batch; by default FlexSP's 0.629."""
     message: float = 0.0
     """Seconds of messages for each token in groups of several ranks."""
     cost: Path | None = None
     """File of a measured cost, in place of a, b and c."""
+
+    def __post_init__(self) -> None:
+        _check_least(self, 1, "ranks", "cap")
+        _check_least(self, 0, "a", "b", "c", "message")
+        if self.a == 0 and self.b == 0:
+            raise ConfigError("--a, --b: expected one of them above 0, got 0 for both")
+        given = [f"--{name}" for name in ("a", "b", "c") if getattr(self, name) is not None]
+        if self.cost is not None and given:
+            raise ConfigError(
+                f"--cost: expected a file alone, got {', '.join(given)} too; leave one out"
+            )
 
     def execute(self) -> None:
         """Prints the groups, the step's seconds and how far from the best they can be."""
@@ -63,7 +79,11 @@ class PlanGroups(JsonOption):
 
         lengths = read_lengths(self.lengths)
         degrees = {2**power: self.message for power in range(1, 32)}
-        alone = Cost(a=self.a, b=self.b, c=self.c) if self.cost is None else Cost.load(self.cost)
+        if self.cost is None:
+            given = {name: getattr(self, name) for name in _FLEXSP}
+            alone = Cost(**{name: _FLEXSP[name] if v is None else v for name, v in given.items()})
+        else:
+            alone = Cost.load(self.cost)
         cost = DegreeCost(cost=alone, cap=self.cap, message_s=degrees)
         plan = plan_degrees(lengths, self.ranks, cost)
         seconds = plan.seconds(lengths, cost)
@@ -135,6 +155,16 @@ class CompareStrategies(JsonOption):
     out: Path = Path("report/hydraulis/compare")
     """Folder for strategies.svg."""
 
+    def __post_init__(self) -> None:
+        _check_least(self, 1, "gpus", "gpus_per_node", "max_tokens", "tokens_per_step", "steps")
+        _check_least(self, 0, "fixed_s", "seed")
+        for name in ("efficiency", "node_gb_per_s", "network_gb_per_s", "flexsp_s"):
+            _check_least(self, 0, name)
+            if not getattr(self, name):
+                raise ConfigError(f"{_flag(name)}: expected more than 0, got 0")
+        if self.efficiency > 1:
+            raise ConfigError(f"--efficiency: expected a share of at most 1, got {self.efficiency}")
+
     def execute(self) -> None:
         """Prints a table and draws a step's ranks."""
         from dataclasses import asdict
@@ -203,6 +233,22 @@ class Demo(DemoOptions):
         from hydraulis import demo
 
         return self.run_demo(demo.run)
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _check_least(command: Any, least: int, *names: str) -> None:
+    """Refuses options below their least value, infinite ones and NaN.
+
+    Raises:
+        ConfigError: one is; names it.
+    """
+    for name in names:
+        value = getattr(command, name)
+        if value is not None and not (isfinite(value) and value >= least):
+            raise ConfigError(f"{_flag(name)}: expected at least {least}, got {value}")
 
 
 def main(argv: list[str] | None = None) -> int:

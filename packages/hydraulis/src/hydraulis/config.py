@@ -21,6 +21,7 @@ from shared.errors import ConfigError
 from shared.files import read_json, write_atomically
 
 __all__ = [
+    "MOST_TOKENS",
     "Cost",
     "Replica",
     "SequenceTooLong",
@@ -36,7 +37,7 @@ __all__ = [
 _TOO_LONG = ("raise", "drop", "truncate")
 _VERSION = 1
 """Of a cost's file."""
-_MOST_TOKENS = 1 << 40
+MOST_TOKENS = 1 << 40
 """Of a document: sums over many documents stay exact."""
 _ROUND = 128
 """Tokens to a multiple of which caps are rounded down."""
@@ -306,11 +307,11 @@ def check_lengths(lengths: Sequence[float] | np.ndarray, name: str = "lengths") 
     if not found.size:
         return np.zeros(0, dtype=np.int64)
     wrong = ~(np.isfinite(numbers) & (numbers >= 1) & (numbers == np.floor(numbers)))
-    wrong |= numbers > _MOST_TOKENS
+    wrong |= numbers > MOST_TOKENS
     if wrong.any():
         at = int(wrong.argmax())
         raise ConfigError(
-            f"{name}[{at}]: expected a whole number of tokens above 0 and at most {_MOST_TOKENS}, got "
+            f"{name}[{at}]: expected a whole number of tokens above 0 and at most {MOST_TOKENS}, got "
             f"{found[at]}"
         )
     return found.astype(np.int64)

@@ -9,7 +9,14 @@ from pathlib import Path
 
 import numpy as np
 
-from hydraulis.config import Cost, SequenceTooLong, check_cost, check_count, check_lengths
+from hydraulis.config import (
+    MOST_TOKENS,
+    Cost,
+    SequenceTooLong,
+    check_cost,
+    check_count,
+    check_lengths,
+)
 from hydraulis.planner.steps import SYNCS, cut_steps, plan_ranks
 from shared.errors import ConfigError, DataError
 from shared.files import read_text
@@ -51,13 +58,16 @@ def read_lengths(path: str | Path) -> np.ndarray:
     lines = read_text(path, "lengths, a number on each line").splitlines()
     found = []
     for number, line in enumerate(lines, 1):
-        if line.strip():
-            if not line.strip().isdecimal() or not int(line):
+        text = line.strip()
+        if text:
+            # Python refuses to read numbers of thousands of digits.
+            is_number = text.isdecimal() and len(text) < 20
+            if not is_number or not 0 < int(text) <= MOST_TOKENS:
                 raise DataError(
-                    f"{path}:{number}: expected a whole number of tokens above 0, got {line.strip():.40}; "
-                    f"the file has a document's tokens on each line, and no header"
+                    f"{path}:{number}: expected a whole number of tokens above 0, got {text:.40}; at most "
+                    f"{MOST_TOKENS} stand on each line, a document's tokens, and no header"
                 )
-            found.append(int(line))
+            found.append(int(text))
     if not found:
         raise DataError(f"{path}: expected lengths, a number on each line, got blank lines")
     return np.array(found)

@@ -90,3 +90,12 @@ def test_transfers_from_the_optimizer_layout_send_what_is_missing_once(drawn):
 def test_layouts_that_make_no_sense_are_named(shape, dim, replicas, num_ranks, told):
     with pytest.raises(ConfigError, match=told):
         hy.layout_boxes(shape, dim, replicas, num_ranks)
+
+
+def test_layouts_are_what_resharding_takes():
+    rows = hy.layout_boxes((6, 4), 0, [range(2)], 2)
+    columns = hy.layout_boxes((6, 4), 1, [[1, 0]], 2)
+    transfers = reshard.plan(rows, columns, 4)
+    assert transfers == reshard.plan([[box] for box in rows], [[box] for box in columns], 4)
+    assert sum(one.box.numel for one in transfers) == 24
+    assert reshard.sent_bytes(transfers, 4, 2) == [24, 24]

@@ -1,6 +1,7 @@
 """Costs from a model's shape and from measured micro-batches."""
 
 import json
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -26,6 +27,37 @@ def test_operations_of_a_published_model():
     assert linear == pytest.approx(6 * (6.738e9 - 32000 * 4096), rel=2e-3)
     # 32 layers, two products of 2 operations, half of the pairs, 3.5 passes.
     assert squared == pytest.approx(3.5 * 32 * 2 * 2 * 4096 / 2)
+
+
+def test_attention_counts_query_heads_and_projections_count_key_heads_too():
+    shape = {**vars(read_config("llama-7b")), "num_hidden_layers": 1, "vocab_size": 1}
+    every = training_operations(SimpleNamespace(**shape))
+    few = training_operations(SimpleNamespace(**{**shape, "num_key_value_heads": 8}))
+    assert few[0] == every[0], "scores are of query heads, whichever keys they share"
+    # Keys and values of 24 heads fewer, forward and backward.
+    assert every[1] - few[1] == pytest.approx(3 * 2 * 2 * 4096 * 24 * 128, rel=1e-6)
+    wide = training_operations(SimpleNamespace(**{**shape, "head_dim": 256}))
+    assert wide[0] == 2 * every[0]
+
+
+def test_families_name_their_sizes_differently():
+    gpt = SimpleNamespace(n_head=4, n_embd=32, n_layer=2, n_inner=None, vocab_size=97)
+    llama = SimpleNamespace(
+        num_attention_heads=4, hidden_size=32, num_hidden_layers=2, intermediate_size=128,
+        vocab_size=97,
+    )  # fmt: skip
+    assert training_operations(gpt) == training_operations(llama)
+    with pytest.raises(ConfigError, match=r"num_attention_heads, got SimpleNamespace .*=hy\.Cost"):
+        training_operations(SimpleNamespace(hidden_size=32))
+
+
+def test_a_fit_weighs_every_timing_by_its_own_seconds():
+    # The long micro-batch is off by a tenth of 10 s; to fit its absolute error would miss the short ones.
+    timings = [([n], 1e-3 * n) for n in (10, 20, 40, 80)] + [([10_000], 11.0)]
+    cost = Cost.fit(timings)
+    assert cost.largest_error is not None
+    for lengths, seconds in timings[:4]:
+        assert cost.micro_batch_s(lengths) == pytest.approx(seconds, rel=0.02)
 
 
 def test_groups_cost_operations_and_bytes():

@@ -59,8 +59,8 @@ class Move:
 
 
 def plan(
-    sources: Sequence[Sequence[Box]],
-    destinations: Sequence[Sequence[Box]],
+    sources: Sequence[Sequence[Box] | Box],
+    destinations: Sequence[Sequence[Box] | Box],
     itemsize: int,
     *,
     already_sent: Sequence[int] | None = None,
@@ -70,8 +70,8 @@ def plan(
     O(wanted boxes x distinct source boxes), the latter vectorised in numpy.
 
     Args:
-        sources: by rank, the boxes it holds.
-        destinations: by rank, the boxes it wants, disjoint on a rank.
+        sources: by rank, the boxes it holds, or the only one.
+        destinations: by rank, the boxes it wants, disjoint on a rank, or the only one.
         itemsize: bytes of an element.
         already_sent: by rank, bytes it sends in other transfers of the same run (see `sent_bytes`),
             so that the load of replicas is balanced over all of them; by default 0.
@@ -90,6 +90,9 @@ def plan(
             f"expected boxes and loads of as many ranks in both layouts, got {num_ranks} sources, "
             f"{len(destinations)} destinations and {len(load)} loads"
         )
+    # A box is a tuple too, of offsets and sizes.
+    sources = [[boxes] if isinstance(boxes, Box) else boxes for boxes in sources]
+    destinations = [[boxes] if isinstance(boxes, Box) else boxes for boxes in destinations]
     holders: dict[Box, list[int]] = {}
     for rank, boxes in enumerate(sources):
         for box in boxes:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,11 +16,15 @@ from hydraulis.planner.replicas import ReplicaPlan
 from hydraulis.planner.schedule import StepPlan
 from hydraulis.planner.steps import cut_steps
 from hydraulis.runtime.engine import Engine, PlannedStep
+from hydraulis.runtime.steps import to_tokens
 from shared.errors import ConfigError
 
 __all__ = ["StepLoader"]
 
 log = logging.getLogger(__name__)
+
+_MOST_READ = 1024
+"""Documents that a state's digest reads, evenly over all: reading all may take long."""
 
 
 class _Ahead(NamedTuple):
@@ -121,19 +127,20 @@ class StepLoader:
                 yield step
         self._epoch, self._number = self._epoch + 1, 0
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         """Where it stands: behind the last step that it gave."""
         return {
             "epoch": self._epoch, "step": self._number, "seed": self.seed,
             "tokens_per_step": self.tokens_per_step, "num_documents": len(self.documents),
-            "num_tokens": int(self._lengths.sum()),
+            "num_tokens": int(self._lengths.sum()), "digest": self._digest,
         }  # fmt: skip
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resumes where another loader of the same documents stood, on any number of ranks.
 
         Raises:
-            ConfigError: it was of other documents, another seed or other steps.
+            ConfigError: it was of other documents or of another order of them, of another seed or of
+                other steps.
         """
         mine = self.state_dict()
         for key in ("seed", "tokens_per_step", "num_documents", "num_tokens"):
@@ -142,7 +149,23 @@ class StepLoader:
                     f"{key}: expected {mine[key]}, as this loader has, got {state.get(key)} of the "
                     f"state; steps would hold other documents"
                 )
+        if "digest" not in state:
+            log.warning("the state of an earlier version does not say which documents it was of")
+        elif state["digest"] != mine["digest"]:
+            raise ConfigError(
+                f"digest: expected {mine['digest']} of these documents, got {state['digest']} of the state: "
+                f"they are other ones, or in another order; give the same files, sorted as before"
+            )
         self._epoch, self._number = state["epoch"], state["step"]
+
+    @cached_property
+    def _digest(self) -> str:
+        """16 hexadecimal digits of all lengths in order, and of the tokens of some documents."""
+        digest = hashlib.sha256(self._lengths.tobytes())
+        count = len(self.documents)
+        for number in np.unique(np.linspace(0, count - 1, _MOST_READ).astype(int)).tolist():
+            digest.update(to_tokens(self.documents[number], number).numpy().tobytes())
+        return digest.hexdigest()[:16]
 
     def _kept(self, indices: np.ndarray) -> np.ndarray:
         """Documents that are not dropped, as ranks hold tokens now."""
