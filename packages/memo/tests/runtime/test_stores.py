@@ -4,6 +4,7 @@ import mmap
 import os
 import stat
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from memo import DoesNotFit
 from memo.runtime.device_memory import data_bytes
 from memo.runtime.stores import FileStore, MemoryStore, open_store
 from memo.runtime.stores.base import ALIGN, make_pages
+from memo.runtime.stores.file import file_system_type
 from shared.errors import ConfigError, DataError
 
 KINDS = pytest.mark.parametrize("kind", ["memory", "file"])
@@ -229,3 +231,30 @@ def test_pages_count_towards_a_limit_of_the_process_s_data():
     assert data_bytes() - before >= 64 << 20
     assert pages.ctypes.data % ALIGN == 0
     pages[:] = 1
+
+
+@pytest.mark.parametrize(
+    ("number", "name"), [(0x01021994, "tmpfs"), (0x858458F6, "ramfs"), (0x958458F6, "hugetlbfs")]
+)
+def test_a_folder_whose_files_are_memory_is_refused_before_it_is_made(
+    number, name, tmp_path, monkeypatch
+):
+    asked = []
+    monkeypatch.setattr(
+        "memo.runtime.stores.file.file_system_type", lambda folder: asked.append(folder) or number
+    )
+    with pytest.raises(ConfigError, match=f"expected a folder on a disk, got one on {name}, whose"):
+        open_store(f"file:{tmp_path}/one/two")
+    assert asked == [tmp_path]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_file_systems_are_told_apart_by_their_types(tmp_path):
+    kinds = {}
+    for line in Path("/proc/self/mounts").read_text(encoding="utf-8").splitlines():
+        _, folder, kind, *_ = line.split()
+        kinds[folder] = kind  # the last mount on a folder is the one that is seen
+    assert file_system_type(Path("/proc")) == 0x9FA0
+    assert file_system_type(tmp_path / "nowhere") == 0
+    if kinds.get("/dev/shm") == "tmpfs":
+        assert file_system_type(Path("/dev/shm")) == 0x01021994

@@ -7,6 +7,7 @@ that ends.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import logging
 import os
@@ -19,12 +20,16 @@ from typing import Any
 import numpy as np
 
 from memo.runtime.stores.base import ALIGN, Store, StoreSlot, make_pages
-from shared.errors import DataError
+from shared.errors import ConfigError, DataError
 from shared.units import format_bytes
 
-__all__ = ["FileStore"]
+__all__ = ["FileStore", "file_system_type"]
 
 _log = logging.getLogger(__name__)
+
+_IN_MEMORY = {0x01021994: "tmpfs", 0x858458F6: "ramfs", 0x958458F6: "hugetlbfs"}
+"""File systems whose files are memory, by the number that Linux gives their type (statfs(2))."""
+
 _BOUNCE_BYTES = 4 << 20
 
 
@@ -45,11 +50,13 @@ class FileStore(Store):
             reserve_bytes: of the disk that are taken at once, so that a full one is known before any step.
 
         Raises:
+            ConfigError: what is stored there would be memory itself.
             DataError: the folder cannot be written, or the disk has too little room.
         """
         super().__init__(limit_bytes)
         self._folder, self._reserve_bytes = Path(folder), reserve_bytes
         try:
+            _refuse_memory(self._folder)
             self._folder.mkdir(parents=True, exist_ok=True)
             self._file = self._open()
         except OSError as error:
@@ -75,8 +82,7 @@ class FileStore(Store):
                 if error.errno != errno.EINVAL:
                     raise
                 _log.warning(
-                    "%s takes no direct I/O: what is stored there may fill the page cache, or is memory "
-                    "itself (tmpfs); name a folder on a local disk",
+                    "%s takes no direct I/O: what is stored there may fill the page cache; name a folder on a local disk",
                     self._folder,
                 )
                 return os.open(name, flags)
@@ -135,6 +141,31 @@ class FileStore(Store):
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
+
+
+def _refuse_memory(folder: Path) -> None:
+    """Refuses a folder whose files are memory, which a limit of memory would not count.
+
+    Raises:
+        ConfigError: it is on such a file system.
+    """
+    absolute = folder.absolute()
+    there = next(one for one in (absolute, *absolute.parents) if one.exists())
+    kind = _IN_MEMORY.get(file_system_type(there))
+    if kind is not None:
+        raise ConfigError(
+            f"{folder}: expected a folder on a disk, got one on {kind}, whose files are memory; name a folder on a local "
+            "disk, or take the store 'memory' and count it"
+        )
+
+
+def file_system_type(folder: Path) -> int:
+    """The number that Linux gives a folder's file system; 0 where it cannot be asked."""
+    statfs = getattr(ctypes.CDLL(None, use_errno=True), "statfs", None)
+    answer = (ctypes.c_long * 64)()  # longer than the structure, whose first field it is
+    if statfs is None or statfs(os.fsencode(folder), answer) != 0:
+        return 0
+    return answer[0]
 
 
 def move_all(move: Callable[[Any, int], int], data: np.ndarray, offset: int) -> None:
