@@ -1,15 +1,18 @@
 """Commands: what they print, what they fail with, and that help is fast."""
 
 import json
+import os
 import re
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 
 import pytest
 
+from shared.process_mark import make_marked_folder
 from swift.cli import main
 from swift.membership import client
 
@@ -122,19 +125,103 @@ def test_a_scripts_mistake_is_said_once_for_all_ranks(driver, tmp_path, mistake)
     ],
 )
 def test_ranks_that_cannot_be_are_wrong_usage(capsys, words, expected):
+    expect_wrong_usage(["run", *words, "none.py"], expected, capsys)
+
+
+def expect_wrong_usage(words, expected, capsys):
     with pytest.raises(SystemExit) as ended:
-        main(["run", *words, "none.py"])
+        main(words)
     assert ended.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"meshyard-swift: {expected}")
+    assert line.startswith("meshyard-swift: ")
+    assert expected in line
 
 
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["none.py"], "script: expected a Python file, got none.py"),
-        (["--spares", "-1", "train.py"], "expected spares of 0 or more .* got -1"),
-        (["--min-ranks", "2", "train.py"], "min_ranks: expected 1 to the 1 ranks, got 2"),
+        (["run", "none.py"], "script: expected a Python file, got none.py"),
+        (["run", "--spares", "-1", __file__], "expected --spares of 0 or more"),
+        (["run", "--heartbeat", "nan", __file__], "got 1 and nan; leave them out"),
+        (["run", "--heartbeat", "inf", __file__], "got 1 and inf; leave them out"),
+        (["run", "--timeout", "nan", __file__], "expected a --timeout above 0 s"),
+        (["run", "--wait", "-1", __file__], "a --wait of at least 0 s"),
+        (["run", "--min-ranks", "2", __file__], "--min-ranks: expected 1 to the 1 ranks, got 2"),
+        (["run", "--master-port", "99999", __file__], "--master-port: expected 0 to 65535"),
+        (["run", "--picture", "x.png", __file__], "--picture x.png: expected a file .svg"),
+        (["status", "--at", "nowhere"], "expected an address host:port, got 'nowhere'"),
+        (["inject", "kill", "-1"], "expected a rank of 0 or more"),
+        (["inject", "cut", "1", "--seconds", "nan"], "--seconds above 0, got 1 and nan"),
+        (["plan-logs", "none.json", "--budget", "much"], "expected a size such as"),
+        (["plan-logs", "none.json", "--budget", "1GB", "--interval", "0"], "--interval: expected"),
+        (["simulate", "--steps", "0"], "expected num_steps and step_s above 0"),
+        (["simulate", "--checkpoint", "nan"], "checkpoint_s of at least 0"),
+        (["simulate", "--mtbf", "nan"], "--mtbf above 0"),
+    ],
+)
+def test_what_cannot_be_is_wrong_usage(capsys, words, expected):
+    expect_wrong_usage(words, expected, capsys)
+
+
+def test_mistakes_are_said_before_torch_is_imported(tmp_path):
+    code = (
+        "import sys\nfrom swift.cli import main\n"
+        "for words in (['run', 'none.py'], ['verify-log', 'none'], ['status']):\n"
+        "    try:\n        main(words)\n    except SystemExit:\n        pass\n"
+        "print('torch' in sys.modules)"
+    )
+    told = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert told.stdout == "False\n"
+    assert len(told.stderr.splitlines()) == 3
+
+
+def test_a_run_that_is_starting_is_waited_for_and_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(client, "START_S", 0.2)
+    monkeypatch.setattr(client, "WAIT_S", 0.1)
+    folder = make_marked_folder(tmp_path, client.RUN_PREFIX)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        (folder / "address").write_text(address)
+        assert main(["status"]) == 1
+        told = capsys.readouterr().err
+        assert f"the run at {address} lives, but has not answered in 0.2 s; it is starting" in told
+        assert main(["status", "--at", address]) == 1
+        assert "or it is a run that is starting: then ask again" in capsys.readouterr().err
+
+
+DIES_AS_A_SPARE = """
+import time
+if run.rank is None:
+    raise SystemExit("no spare here")
+"""
+
+
+def test_a_spare_that_ends_is_told_at_once(driver, tmp_path):
+    waits = "time.sleep(0.05) if i < 20 else None"
+    script = stepping(waits, until=21).replace(
+        "run = swift.join()", "run = swift.join()" + DIES_AS_A_SPARE
+    )
+    (tmp_path / "train.py").write_text(script)
+    printed = driver.run(tmp_path, "-n", 1, "--spares", 1, "train.py")
+    line = (
+        "meshyard-swift: a spare of host 0 ended with status 1; no spare is left to take a lost "
+        "rank's place\n"
+    )
+    assert printed.count(line) == 1, printed
+    assert printed.count("no spare here") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
         (
             ["--nnodes", "2", "--node-rank", "1", "--master-port", "1", "--wait", "0", "train.py"],
             "expected the first supervisor at 127.0.0.1:1 within 0 s",
@@ -204,6 +291,25 @@ def test_status_counts_recoveries(monkeypatch, capsys, num, told):
     monkeypatch.setattr(client, "ask", lambda address, request: found)
     assert main(["status"]) == 0
     assert capsys.readouterr().out == f"{told}\n"
+
+
+def test_status_names_lost_spares(monkeypatch, capsys):
+    processes = [{"rank": 0, "host": 0, "step": 3, "is_ready": True}]
+    spares = [{"host": 0, "how": "ended with status 1"}]
+    found = {"num_recoveries": 0, "failures": [], "lost_spares": spares, "processes": processes}
+    monkeypatch.setattr(client, "ask", lambda address, request: found)
+    assert main(["status"]) == 0
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        "rank 0   host 0, step 3",
+        "spare    host 0, ended with status 1",
+        "no spare is left",
+    ]
+    processes.append({"rank": None, "host": 0, "step": 0, "is_ready": True})
+    assert main(["status"]) == 0
+    assert capsys.readouterr().out.splitlines()[2:] == [
+        "spare    host 0, step 0",
+        "spare    host 0, ended with status 1",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -166,8 +166,9 @@ class Status(JsonOption):
             title = f"rank {one['rank']}" if one["rank"] is not None else "spare"
             state = "" if one["is_ready"] else ", starting"
             lines.append(f"{title:<8} host {one['host']}, step {one['step']}{state}")
-        lines += [f"spare    {one['how']}, host {one['host']}" for one in found["lost_spares"]]
-        if not any(one["rank"] is None for one in found["processes"]):
+        lost_spares = found.get("lost_spares", [])
+        lines += [f"spare    host {one['host']}, {one['how']}" for one in lost_spares]
+        if lost_spares and all(one["rank"] is not None for one in found["processes"]):
             lines.append("no spare is left")
         if found["failures"]:
             lines.append(describe_failures(found["failures"]))

@@ -14,7 +14,11 @@ from swift.cli import main
 
 
 @pytest.mark.parametrize(
-    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+    "number",
+    [
+        signal.SIGINT,
+        *(pytest.param(one, marks=pytest.mark.slow) for one in (signal.SIGTERM, signal.SIGHUP)),
+    ],
 )
 def test_an_interrupted_run_leaves_nothing(driver, tmp_path, number):
     with socket.create_server(("127.0.0.1", 0)) as free:

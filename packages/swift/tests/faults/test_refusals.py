@@ -43,8 +43,16 @@ def test_a_script_that_is_not_there():
 def test_numbers_out_of_range():
     with pytest.raises(ConfigError, match="spares of 0 or more"):
         launch(num_spares=-1)
-    with pytest.raises(ConfigError, match="positive heartbeat"):
-        launch(heartbeat_s=0.0)
+    for heartbeat_s in (0.0, float("nan"), float("inf")):
+        with pytest.raises(ConfigError, match="--heartbeat above 0 s and of at most"):
+            launch(heartbeat_s=heartbeat_s)
+
+
+def test_a_script_that_python_cannot_read_is_named_with_its_line(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("import torch\ndef step(:\n")
+    with pytest.raises(ConfigError, match=r"expected a Python file, got .*line 2\) in .*train\.py"):
+        launch(script=(str(script),))
 
 
 def test_joining_without_a_supervisor():

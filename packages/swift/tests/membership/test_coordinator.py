@@ -297,14 +297,19 @@ def test_losses_without_a_step_between_them_stop_the_run():
     assert "lost 4 times at step 2 and none got past it; find" in coordinator.ended
 
 
-@pytest.mark.parametrize("given", [{"timeout_s": 0.0}, {"wait_s": -1.0}])
+@pytest.mark.parametrize(
+    "given",
+    [{"timeout_s": 0.0}, {"wait_s": -1.0}, {"timeout_s": float("nan")}, {"wait_s": float("nan")}],
+)
 def test_limits_are_above_zero(given):
-    with pytest.raises(ConfigError, match="expected a --timeout above 0 s and a --wait of at"):
+    with pytest.raises(
+        ConfigError, match=r"expected a --timeout above 0 s, of at most 1e.07 s, and a --wait"
+    ):
         Settings(num_ranks=3, min_ranks=3, **given)
 
 
 def test_min_ranks_has_a_range():
-    with pytest.raises(ConfigError, match="min_ranks: expected 1 to the 3 ranks, got 4"):
+    with pytest.raises(ConfigError, match="--min-ranks: expected 1 to the 3 ranks, got 4"):
         Settings(num_ranks=3, min_ranks=4)
 
 

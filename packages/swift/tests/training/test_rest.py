@@ -1,3 +1,6 @@
+import collections
+from collections import defaultdict
+
 import pytest
 import torch
 
@@ -147,3 +150,64 @@ def test_equal_values_give_equal_bytes_whichever_objects_they_are():
     name = "a word"
     assert torch.equal(pack([name, name]), pack([name, f"a {name[2:]}"]))
     assert not torch.equal(pack([1, 2]), pack([2, 1]))
+
+
+def test_numbers_that_the_optimizer_keeps_are_given_to_another_rank():
+    module, optimizer, _, rest = parts()
+    _, taker, _, other = parts()
+    weight, bias = module[0].weight, module[0].bias
+    taken = taker.param_groups[0]["params"]
+    optimizer.state[weight] = {"count": 3, "by_name": {"rate": 0.5}, "seen": [1, None]}
+    taker.state[taken[0]] = {"count": 1, "made": True}
+    taker.state[taken[1]] = {"count": 1}
+    before = other.pack()
+    other.load(rest.pack())
+    assert taker.state[taken[0]] == optimizer.state[weight]
+    assert not taker.state[taken[1]]
+    assert bias not in optimizer.state
+    assert torch.equal(other.pack(), rest.pack())
+    assert not torch.equal(before, rest.pack())
+
+
+def test_kinds_of_dictionaries_stay_what_they_are():
+    *_, scheduler, rest = parts()
+    rest.keep(0)
+    *_, other_scheduler, other = parts()
+    other.load(rest.pack())
+    rest.restore(0)
+    for one in (scheduler, other_scheduler):
+        assert sorted(one.milestones.elements()) == [1, 2]
+    held = unpack(pack({"x": collections.OrderedDict(a=torch.ones(2), b=defaultdict(int, c=1))}))
+    assert type(held["x"]) is collections.OrderedDict
+    assert torch.equal(held["x"]["a"], torch.ones(2))
+    assert held["x"]["b"]["missing"] == 0
+
+
+class Average:
+    """Gives its own dictionary as its state, and takes one as its own."""
+
+    def __init__(self):
+        self.values = {"mean": torch.zeros(2), "seen": []}
+
+    def state_dict(self):
+        return self.values
+
+    def load_state_dict(self, state):
+        self.values = state
+
+
+def test_what_is_kept_is_not_what_is_put_back():
+    module, optimizer, *_ = parts()
+    average = Average()
+    rest = Rest(module, optimizer, [average])
+    module[1].running_mean = torch.zeros(9)  # is put back itself, as its shape is another
+    rest.keep(0)
+    for _ in range(2):
+        module[1].running_mean = torch.ones(3)
+        rest.restore(0)
+        assert torch.equal(module[1].running_mean, torch.zeros(9))
+        assert average.values["seen"] == []
+        assert torch.equal(average.values["mean"], torch.zeros(2))
+        module[1].running_mean.add_(1)
+        average.values["mean"].add_(1)
+        average.values["seen"].append(1)

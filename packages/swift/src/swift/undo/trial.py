@@ -195,7 +195,9 @@ def _list_values(twin: Optimizer) -> list[Any]:
 
 
 def _is_equal(one: Any, other: Any) -> bool:
-    """Whether two values are equal, tensors to the bit, NaN to NaN."""
+    """Whether two values are equal, tensors to the bit, NaN to NaN; parameters, which steps change, are."""
+    if isinstance(one, Parameter):
+        return isinstance(other, Parameter)
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         same_kind = (one.shape, one.dtype) == (other.shape, other.dtype)
         return same_kind and torch.equal(one.nan_to_num(), other.nan_to_num())
