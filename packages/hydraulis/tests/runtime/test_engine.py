@@ -242,6 +242,42 @@ def test_bad_input_is_refused():
         loader.load_state_dict({**loader.state_dict(), "seed": 1})
 
 
+@pytest.mark.parametrize("change", ["order", "tokens", "lengths"])
+def test_a_loader_resumes_with_the_same_documents_only(change):
+    engine = Engine(make_model("llama"), SGD, max_tokens=64)
+    texts = documents((3, 4, 3))
+    state = StepLoader(texts, engine, tokens_per_step=4).state_dict()
+    StepLoader([text.tolist() for text in texts], engine, tokens_per_step=4).load_state_dict(state)
+    if change == "order":
+        texts = [texts[2], texts[1], texts[0]]
+    elif change == "tokens":
+        texts[1] = (texts[1] + 1) % 50
+    else:
+        texts = [texts[1], texts[0], texts[2]]
+    with pytest.raises(ConfigError, match=r"digest: expected .* other ones, or in another order"):
+        StepLoader(texts, engine, tokens_per_step=4).load_state_dict(state)
+
+
+def test_a_loader_reads_states_of_earlier_versions(caplog):
+    engine = Engine(make_model("llama"), SGD, max_tokens=64)
+    loader = StepLoader(documents((3, 4)), engine, tokens_per_step=4)
+    state = {name: value for name, value in loader.state_dict().items() if name != "digest"}
+    loader.load_state_dict({**state, "step": 1})
+    assert loader.state_dict()["step"] == 1
+    assert "does not say which documents it was of" in caplog.text
+
+
+@pytest.mark.unchecked
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [({"max_tokens": "4k"}, "max_tokens: expected a whole number, got '4k'"),
+     ({"cost": "fast"}, "cost: expected a Cost, got 'fast'")],
+)  # fmt: skip
+def test_arguments_of_other_kinds_are_refused_by_name(changed, told):
+    with pytest.raises(ConfigError, match=told):
+        Engine(make_model("llama"), SGD, **{"max_tokens": 8, **changed})
+
+
 def limited(most_tokens, faulty, settings):
     """Losses, weights and caps where one rank's memory holds fewer tokens than it was told."""
     model = make_model("llama")

@@ -31,6 +31,7 @@ SHAPE = {
 CONFIGS = {
     "llama": LlamaConfig(**SHAPE),
     "biased": LlamaConfig(**SHAPE, attention_bias=True, mlp_bias=True, pad_token_id=PAD),
+    "padded": LlamaConfig(**SHAPE, tie_word_embeddings=True, pad_token_id=PAD),
     "frozen": LlamaConfig(**SHAPE),
     "tied": LlamaConfig(**SHAPE, tie_word_embeddings=True),
     "qwen2": Qwen2Config(**SHAPE, tie_word_embeddings=True),
@@ -120,6 +121,10 @@ def test_replicas_train_as_one_process_does(ranks):
             ("llama", "tp2+tp1+tp1", (9,)),  # two replicas without a document
             ("qwen3", "pp2+tp2", LENGTHS),
             ("llama", "ring2ulysses2", LENGTHS),
+            # The padding token's row, on the second rank of two: without a gradient as an embedding,
+            # with one as the head's.
+            ("biased", "tp2+tp1+tp1", LENGTHS),
+            ("padded", "tp2+tp2", LENGTHS),
         ],
     )
     for (loss, known, *_), (got, gradients, *_), *_ in every:
@@ -388,6 +393,27 @@ def refused():
     with pytest.raises(hy.SequenceTooLong, match=r"at most 64 tokens, got 65"):
         engine.step([torch.zeros(65, dtype=torch.int64)])
     assert engine.max_document == 64
+
+
+def largest_documents():
+    """Tokens of the longest document by shape, where a rank holds at most 20 tokens."""
+    cost = hy.Cost(a=1e-9, b=1e-6)
+    shapes = [
+        hy.ReplicaShape(ring=2, ulysses=2, cost=cost, cap=200),
+        hy.ReplicaShape(tp=2, cost=cost, cap=200),
+        hy.ReplicaShape(cost=cost, cap=12),
+    ]
+    return [
+        hy.Engine(
+            make_model("qwen3"), ADAMW, max_tokens=20, candidates=hy.propose([5, 6], 4, [shape])
+        ).max_document
+        for shape in shapes
+    ]
+
+
+def test_a_candidates_cap_holds_as_far_as_its_ranks_hold_tokens(ranks):
+    # Tensor-parallel ranks hold the same tokens, the others share them.
+    assert ranks.run(largest_documents).results[0] == [80, 20, 12]
 
 
 def disagreeing():
