@@ -21,8 +21,9 @@ def test_rows_that_are_appended_leave_numbers_as_they_are():
 
 
 @pytest.mark.parametrize("is_bipartite", [False, True])
-def test_a_file_keeps_everything(tmp_path, is_bipartite):
-    _, _, nodes = number(['a,"b"', "x\r\ny\rz", "007"], ["7", "", "7"], is_bipartite=is_bipartite)
+@pytest.mark.parametrize("text", ["x\ny", "x\ry", "x\r\ny", "x\0y", " x "])
+def test_a_file_keeps_everything(tmp_path, is_bipartite, text):
+    _, _, nodes = number(['a,"b"', text, "007"], ["7", "", "7"], is_bipartite=is_bipartite)
     nodes.save(tmp_path / "deep" / "nodes.csv")
     same = NodeIds.load(tmp_path / "deep" / "nodes.csv")
     assert same.ids.tolist() == nodes.ids.tolist()
