@@ -341,17 +341,6 @@ def test_a_budget_bounds_the_files_and_is_free_again_when_older_ones_go(opened, 
     assert writer.find_gap(Kind.ACTIVATION, 2, 3, NUM) is None
 
 
-def test_a_budget_counts_all_files_of_a_stage(opened, tmp_path):
-    budget = 2 * records.CHUNK_BYTES + 5 * (records.RECORD_BYTES + 80)
-    writer = opened(budget=budget)
-    fill(writer, range(1))
-    writer.start_interval(1)  # in a second file, where not all of the next iteration fits
-    fill(writer, range(1, 2))
-    writer.flush()
-    assert "logging stopped at activation of iteration 1" in writer.unreplayable
-    assert sum(file_of(tmp_path, number).stat().st_size for number in range(2)) <= budget
-
-
 @pytest.fixture
 def held(monkeypatch):
     """The writing thread stops at each message until the event is set."""
