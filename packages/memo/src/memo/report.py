@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from memo.planner.explanation import describe_layers
+from memo.planner.explanation import describe_disturbance, describe_layers
 from memo.planner.plan import Plan
 from shared.training.pictures import new_picture, save_picture
 from shared.units import GB, format_bytes, format_s
@@ -56,7 +56,7 @@ def describe_run(
         lines.append(
             f"buffers   {num_spare} more than planned were made: backwards came in another order"
         )
-    return "\n".join(lines)
+    return "\n".join([*lines, *describe_disturbance(predicted)])
 
 
 def draw_memory(

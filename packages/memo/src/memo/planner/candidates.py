@@ -11,6 +11,7 @@ at apart.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate, groupby
@@ -106,6 +107,9 @@ class Candidates:
         numbers = {id(kind): number for number, kind in enumerate(kinds)}
         self._kind_numbers = [numbers[id(layer)] for layer in profile.layers]
         has_store = self._store_limit > 0
+        self._segments = [(kind, len(list(layers))) for kind, layers in groupby(self._kind_numbers)]
+        head_s = profile.block_head_s if has_block_loss else profile.head_s
+        self._passes_s, self._head_s = profile.passes_s, head_s or 0.0
         keep = (LayerPlan(),) * len(kinds)
         again = [
             (_restored if not has_tiles or one.tiles is None else _tiled)(one) for one in kinds
@@ -127,6 +131,14 @@ class Candidates:
             for way in self._ways
         ]
 
+        stored = [[one.stored_bytes for one in held] for held in self._held]
+        self._num_stored = [
+            bisect_right(
+                list(accumulate(one[kind] for kind in self._kind_numbers)), self._store_limit
+            )
+            for one in stored
+        ]
+
     def fits(self, held: Footprint) -> bool:
         """Whether both limits hold."""
         return (
@@ -139,6 +151,10 @@ class Candidates:
         runs = [self._runs([(way, count)]) for way in range(len(self._ways))]
         steps = [self._add_up([(held, count) for _, held, count in one]) for one in runs]
         return min(steps, key=lambda one: one.peak_bytes)
+
+    def again(self) -> Candidate:
+        """All layers computed again from their inputs, which stay."""
+        return self._candidate(Family(self._second_ways[0], self._keep, 0, 0.0), 0)
 
     def families(self) -> list[Family]:
         """Those that may fit, by their least seconds."""
@@ -163,7 +179,7 @@ class Candidates:
                 sums = [0.0, *accumulate(more[kind] for kind in self._kind_numbers)]
                 # Where the second run keeps all too, its number is found exactly.
                 for num_kept in (0,) if second == self._keep else numbers:
-                    least_s = self._plain_s() + sums[count - num_kept]
+                    least_s = self._passes_s + self._head_s + sums[count - num_kept]
                     yield Family(first, second, num_kept, least_s)
 
     @property
@@ -174,17 +190,11 @@ class Candidates:
         """Seconds of a layer beyond those of a kept one."""
         return self._held[way][kind].passes_s - self._held[self._keep][kind].passes_s
 
-    def _plain_s(self) -> float:
-        profile = self._profile
-        head_s = profile.block_head_s if self._has_block_loss else profile.head_s
-        return profile.passes_s + (head_s or 0.0)
-
     def of(self, family: Family) -> Iterator[Candidate]:
         """Plans of a family: with as many layers of the second run as fit, and with as few or all."""
         high = len(self._kind_numbers) - family.num_kept
-        stored = [self._held[family.first][kind].stored_bytes for kind in self._kind_numbers[:high]]
         # The store holds so many of the first run, and the second stores nothing.
-        low = sum(total > self._store_limit for total in accumulate(stored))
+        low = max(0, high - self._num_stored[family.first])
         smallest = self._candidate(family, low)
         if not self.fits(smallest.held):
             # More layers on the device may still spare buffers and store, but only all of them do.
@@ -204,12 +214,17 @@ class Candidates:
 
     def _runs(self, counts: list[tuple[int, int]]) -> list[Run]:
         """Layers that follow one another with one plan, given how many go each way."""
-        ways = [way for way, count in counts for _ in range(count)]
-        alike = groupby(zip(ways, self._kind_numbers, strict=True))
-        return [
-            (self._ways[way][kind], self._held[way][kind], len(list(layers)))
-            for (way, kind), layers in alike
-        ]
+        runs: list[Run] = []
+        segments = iter(self._segments)
+        kind, left = 0, 0
+        for way, count in counts:
+            while count:
+                if not left:
+                    kind, left = next(segments)
+                taken = min(count, left)
+                runs.append((self._ways[way][kind], self._held[way][kind], taken))
+                count, left = count - taken, left - taken
+        return runs
 
     def _add_up(self, runs: list[tuple[LayerFootprint, int]]) -> Footprint:
         return add_up(runs, self._profile, has_block_loss=self._has_block_loss, **self._rules)
@@ -223,7 +238,7 @@ class Candidates:
         passes_s = sum(layer.passes_s * count for _, layer, count in runs)
         # Copies slow passes down: what stands beside the loss does not.
         waits_s = (self._profile.slowdown - 1) * passes_s if held.store_bytes else 0.0
-        least_s = self._plain_s() - self._profile.passes_s + passes_s + waits_s
+        least_s = self._head_s + passes_s + waits_s
         layers = tuple((layer, count) for layer, _, count in runs)
         return Candidate(layers, self._has_block_loss, held, least_s)
 

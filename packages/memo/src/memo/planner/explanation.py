@@ -8,7 +8,11 @@ from typing import Any
 from memo.planner.layer_plan import ATTENTION, INPUT, LayerPlan, runs_of
 from shared.units import format_bytes, format_s
 
-__all__ = ["describe_layer", "describe_layers", "explain"]
+__all__ = ["describe_disturbance", "describe_layer", "describe_layers", "explain"]
+
+
+_BUSY_SHARE = 0.1
+"""Share of the measuring for which threads waited for a processor, from which seconds are doubted."""
 
 
 def explain(
@@ -50,7 +54,18 @@ def explain(
         if num_bytes
     ]
     lines.append(f"store     {format_bytes(known['store_bytes'])} at most")
-    return "\n".join(lines)
+    if step_s > again_s:
+        lines.append("slower    than computing everything again, which does not fit")
+    return "\n".join([*lines, *describe_disturbance(known)])
+
+
+def describe_disturbance(prediction: Mapping[str, Any]) -> list[str]:
+    """A line that says how busy the machine was while seconds were measured; none where it was not."""
+    share = float(prediction.get("details", {}).get("busy", 0.0))
+    if share < _BUSY_SHARE:
+        return []
+    text = f"for {share:.0%} of the time a thread waited for a processor; plan on an idle machine"
+    return [f"busy      other programs ran while seconds were measured: {text}"]
 
 
 def _expected(known: Mapping[str, Any]) -> str:

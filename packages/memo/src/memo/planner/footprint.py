@@ -160,6 +160,8 @@ def add_up(
         size for layer, count in runs for size in [layer.buffer_bytes] * min(count, num_buffers)
     )
     buffer_bytes = sum(buffers[-num_buffers:])
+    if buffer_bytes:
+        buffer_bytes += profile.mover_bytes
     return Footprint(
         runs=tuple(runs),
         peak_bytes=most.total + profile.fixed_bytes + profile.given_bytes + buffer_bytes,

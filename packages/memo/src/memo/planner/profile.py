@@ -121,6 +121,7 @@ class StepProfile:
         block_head_s, block_head_bytes: head's when the loss is computed in blocks; None where it cannot.
         fixed_bytes: what is on the device throughout: parameters, their gradients, optimizer states, and
             the process itself.
+        mover_bytes: of what a store takes of the device for itself, where anything is stored.
         send, fetch: the way to the store and back, measured while layers compute; None: no store.
         slowdown: factor by which passes take longer while copies run beside them, at least 1.
         input_shape: of the first layer's input; None where no batch was given.
@@ -135,6 +136,7 @@ class StepProfile:
     given_bytes: int = 0
     forward_bytes: int = 0
     outer_bytes: int = 0
+    mover_bytes: int = 0
     block_head_s: float | None = None
     block_head_bytes: int | None = None
     send: Link | None = None

@@ -24,6 +24,7 @@ from memo.planner.profile import (
     least_layer,
 )
 from memo.profiler.calls import LayerCall, capture_calls, shortened
+from memo.profiler.clock import now
 from memo.profiler.head import OutsideBytes, count_outside, measure_head
 from memo.profiler.kinds import LayerKind, find_kinds
 from memo.profiler.process_memory import bytes_to_come, fixed_bytes
@@ -202,6 +203,7 @@ def _measure(
 ) -> StepProfile:
     """See `measure_profile`; fixed bytes are those of the store alone."""
     device = device_of(model)
+    begun = now(device)
     # One that cannot be opened is told before anything is measured.
     opened = None if store is None else open_store(store, device=device)
     undo = [offer_attention(name) for name in attention_names(found)]
@@ -299,7 +301,8 @@ def _measure(
             head_s=head_s,
             block_head_s=block_head_s,
             block_head_bytes=block_head_bytes,
-            fixed_bytes=0 if rate is None else rate.own_bytes,
+            fixed_bytes=0,
+            mover_bytes=0 if rate is None else rate.own_bytes,
             send=None if rate is None else rate.send,
             fetch=None if rate is None else rate.fetch,
             slowdown=1.0 if rate is None else rate.slowdown,
@@ -308,6 +311,7 @@ def _measure(
                 "torch": str(torch.__version__),
                 "store": store or "none",
                 "seconds": f"measured at {num_tokens // factor:,} tokens",
+                "busy": f"{now(device).share_waited(begun):.2f}",
             },
         )
         as_found = replace(profile, fixed_bytes=profile.fixed_bytes + fixed() + _NOISE_BYTES)

@@ -72,10 +72,7 @@ def measure_store(
         )
     sizes = _within(_SIZES, limit_bytes)
     work()
-    started = time.perf_counter()
-    for _ in range(2):
-        work()
-    alone_s = (time.perf_counter() - started) / 2
+    alone_s = min(_seconds(work) for _ in range(2))
     sent: list[tuple[int, float]] = []
     fetched: list[tuple[int, float]] = []
     beside_s = []
@@ -97,7 +94,7 @@ def measure_store(
             if not copies.done():  # only while copies ran beside it throughout
                 beside_s.append(time.perf_counter() - started)
         copies.result()
-    slowdown = max(1.0, sum(beside_s) / len(beside_s) / alone_s) if beside_s else 1.0
+    slowdown = max(1.0, float(np.median(beside_s)) / alone_s) if beside_s else 1.0
     return StoreRate(_fit(sent), _fit(fetched), slowdown, store.own_bytes)
 
 
@@ -173,10 +170,17 @@ def _timed(call: Callable[[int, np.ndarray], None], offset: int, data: np.ndarra
     return time.perf_counter() - started
 
 
+def _seconds(work: Callable[[], None]) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
 def _fit(samples: list[tuple[int, float]]) -> Link:
-    """A link by the median of each size."""
+    """A link by the lower quartile of each size, which other programs disturb less than the median."""
     sizes = sorted({size for size, _ in samples})
-    medians = [(size, float(np.median([s for one, s in samples if one == size]))) for size in sizes]
-    if len(medians) == 1:
-        return Link.from_rate(medians[0][0] / max(medians[0][1], 1e-9))
-    return fit_link(medians, is_quiet=True).link
+    by_size = {size: [spent_s for one, spent_s in samples if one == size] for size in sizes}
+    typical = [(size, float(np.quantile(spent_s, 0.25))) for size, spent_s in by_size.items()]
+    if len(typical) == 1:
+        return Link.from_rate(typical[0][0] / max(typical[0][1], 1e-9))
+    return fit_link(typical, is_quiet=True).link

@@ -1,0 +1,192 @@
+"""Layers of several kinds, and models whose layers return or are called otherwise: all are measured and promised."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import memo
+from memo.planner.layer_plan import INPUT, LayerPlan
+from memo.profiler.autotune import measure_profile
+from memo.profiler.calls import capture_calls
+from memo.profiler.kinds import find_kinds
+from memo.profiler.storage_meter import StorageMeter
+from memo.profiler.untouched import untouched
+from memo.simulator import simulate
+from shared.errors import ConfigError
+
+from ..runtime.models import Block, Stack, make_input, make_model
+from .inputs import batch_of
+
+pytestmark = pytest.mark.unchecked  # layers are run often
+
+BUDGET = memo.Budget(device="1TiB")
+AGAIN = LayerPlan(mode="restore", resident=frozenset({INPUT}))
+
+
+class Wide(Block):
+    """A layer with an inner width of its own."""
+
+    def __init__(self, inner, width=32):
+        super().__init__(width)
+        self.up, self.down = nn.Linear(width, inner), nn.Linear(inner, width)
+
+
+class Numbered(Wide):
+    """Chooses by its number what it saves."""
+
+    def __init__(self, layer_idx):
+        super().__init__(64)
+        self.layer_idx = layer_idx
+
+    def forward(self, x):
+        return super().forward(x.tanh() if self.layer_idx == 1 else x)
+
+
+class Several(Block):
+    """Returns a tuple, and takes its input by name alone."""
+
+    def forward(self, *, x):
+        out = super().forward(x)
+        return out, out.mean(), None
+
+
+class SeveralStack(Stack):
+    def forward(self, x):
+        x, losses = self.first(x), 0.0
+        for layer in self.layers:
+            x, loss, _ = layer(x=x)
+            losses = losses + loss
+        return self.last(x).square().mean() + losses
+
+
+def counted_bytes(model, batch, plan):
+    """Most bytes of a step's storages, beyond those before it."""
+    for one in model.parameters():
+        one.grad = torch.zeros_like(one)
+    with memo.apply(model, plan), StorageMeter() as meter:
+        model(**batch).backward()
+    return meter.peak_bytes
+
+
+@pytest.mark.parametrize(
+    ("inners", "way"),
+    [
+        ([16, 512, 512, 512], AGAIN),
+        ([512, 16, 16, 16], LayerPlan()),
+        pytest.param([16, 16, 16, 512], AGAIN, marks=pytest.mark.slow),
+        pytest.param([16, 512, 64, 16, 512], LayerPlan(), marks=pytest.mark.slow),
+    ],
+)
+def test_what_is_promised_holds_whichever_layers_are_wide(inners, way):
+    model = Stack([Wide(inner) for inner in inners]).train()
+    batch = {"x": make_input(rows=512)}
+    profile = measure_profile(model, batch, None, optimizer_bytes=0)
+    assert len(profile.kinds) == len(set(inners))
+    plan = memo.Plan(layers=(way,) * len(inners))
+    predicted = simulate(plan, profile).peak_bytes - profile.fixed_bytes
+    counted = counted_bytes(model, batch, plan)
+    assert counted <= predicted * 1.01
+    assert predicted == pytest.approx(counted, rel=0.05)
+
+
+def kinds_of(model, batch):
+    layers = list(model.layers)
+    with untouched(model, batch):
+        return find_kinds(layers, capture_calls(model, layers, batch))
+
+
+def test_layers_that_choose_by_their_number_are_of_kinds_of_their_own():
+    _, numbers = kinds_of(Stack([Numbered(0), Numbered(1), Numbered(2)]), {"x": make_input()})
+    assert numbers == [0, 1, 0]
+
+
+def test_layers_are_alike_whatever_they_count():
+    layers = [Block() for _ in range(3)]
+    for number, layer in enumerate(layers):
+        layer.layer_idx, layer.norm.calls = number, 3
+    _, numbers = kinds_of(Stack(layers), {"x": make_input()})
+    assert numbers == [0, 0, 0]
+
+
+def test_frozen_layers_save_nothing_and_are_kept():
+    model = Stack([Block() for _ in range(3)])
+    for one in (*model.first.parameters(), *model.layers[0].parameters()):
+        one.requires_grad_(False)
+    profile = measure_profile(model, {"x": make_input()}, None)
+    first, second, third = profile.layers
+    assert first.saved_bytes == 0
+    assert second.saved_bytes > 0
+    assert third.saved_bytes > 0
+    plan = memo.autotune(model, {"x": make_input()}, BUDGET)
+    assert plan.layers[0].mode == "keep"
+
+
+class Twice(Stack):
+    def forward(self, x):
+        return super().forward(x) + super().forward(x)
+
+
+def test_a_layer_that_is_called_again_is_refused_by_name():
+    with pytest.raises(ConfigError, match=r"layer 0 \(Block\): expected a layer that a forward"):
+        memo.autotune(Twice([Block(), Block()]), {"x": make_input()}, BUDGET)
+
+
+class Skips(Stack):
+    def forward(self, x):
+        return self.last(self.layers[0](self.first(x))).square().mean()
+
+
+def test_a_layer_that_no_batch_reaches_is_promised_only_if_it_is_like_another():
+    assert len(memo.autotune(Skips([Block(), Block()]), {"x": make_input()}, BUDGET).layers) == 2
+    with pytest.raises(ConfigError, match=r"layer 1 \(Wide\): expected a layer that the model"):
+        memo.autotune(Skips([Wide(64), Wide(128)]), {"x": make_input()}, BUDGET)
+
+
+class Adapted(nn.Module):
+    """A frozen product, and two small ones beside it."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down = nn.Linear(base.in_features, 4, bias=False)
+        self.up = nn.Linear(4, base.out_features, bias=False)
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(x))
+
+
+def adapted():
+    model = make_model("llama").requires_grad_(False)
+    for layer in model.model.layers:
+        layer.self_attn.q_proj = Adapted(layer.self_attn.q_proj)
+    return model, batch_of(64)
+
+
+def cached():
+    return make_model("gpt2"), {**batch_of(64), "use_cache": True}
+
+
+def several():
+    return SeveralStack([Several() for _ in range(3)]), {"x": make_input()}
+
+
+@pytest.mark.parametrize("make", [adapted, cached, several])
+def test_adapters_caches_and_layers_that_return_several_are_planned(make):
+    model, batch = make()
+    plain = copy.deepcopy(model)
+    plan = memo.autotune(model, batch, BUDGET)
+    plan = replace(plan, layers=(AGAIN,) * len(plan.layers))
+    for one, context in ((plain, None), (model, plan)):
+        torch.manual_seed(0)
+        if context is None:
+            out = one(**batch)
+            (out if isinstance(out, torch.Tensor) else out.loss).backward()
+        else:
+            with memo.apply(one, context):
+                out = one(**batch)
+                (out if isinstance(out, torch.Tensor) else out.loss).backward()
+    pairs = zip(plain.parameters(), model.parameters(), strict=True)
+    assert all(a.grad is None if b.grad is None else torch.equal(a.grad, b.grad) for a, b in pairs)
