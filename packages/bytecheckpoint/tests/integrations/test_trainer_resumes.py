@@ -226,8 +226,9 @@ def test_the_last_step_is_saved_before_the_best_weights_are_loaded(tmp_path, row
     trainer, _, _ = run(tmp_path / "plain", rows, **options)
     last = {name: value.clone() for name, value in trainer.model.state_dict().items()}
     best = {"save_strategy": "steps", "save_steps": 12, "metric_for_best_model": "loss"}
-    best |= {"load_best_model_at_end": True, "greater_is_better": True}
-    _, weights, _ = run(tmp_path, rows, saving={"every_n_steps": 24}, **(options | best))
+    best |= {"load_best_model_at_end": True, "greater_is_better": False}
+    trainer, weights, _ = run(tmp_path, rows, saving={"every_n_steps": 24}, **(options | best))
+    assert trainer.state.best_global_step == 12
     with bcp.open(tmp_path / "run" / "step_00000024") as checkpoint:
         for name, value in last.items():
             assert torch.equal(checkpoint.read(f"model.{name}"), value)

@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import median
 
 from bytecheckpoint.demo import training
-from shared.claims import Claim, finish
+from shared.claims import Claim, finish, pair_turns
 from shared.comms import RankPool
 from shared.errors import RankFailure
 from shared.training.pictures import new_picture, save_picture
@@ -126,10 +126,8 @@ def _claim_blocking(found: dict[str, list[float]], size: _Size) -> list[Claim]:
             Claim(
                 name=name,
                 unit="s",
-                ours=median(found[ours]),
-                baseline=median(found[theirs]),
+                **pair_turns(found[ours], found[theirs]),
                 baseline_name=baseline,
-                higher_is_better=False,
                 correct=found["correct"] == [1.0],
                 detail=f"FSDP2 model and AdamW state on 2 ranks, median of {size.rounds} in turn, "
                 f"slowest rank; what was stored equals the weights",

@@ -186,7 +186,8 @@ def _decode_tagged(kind: str, content: Any, tensor: Callable[[str], Any], *, is_
         case "$dict":
             return {decode(key): decode(value) for key, value in content}
         case "$as":
-            return _make(*content, decode, is_plain=is_plain)
+            name, inner = content
+            return _make(name, inner, decode, is_plain=is_plain)
         case "$module" | "$optimizer" | "$ranks":
             return decode(content)
     raise ValueError(f"unknown kind {kind}")
