@@ -1,8 +1,10 @@
 """transformers' Trainer with a plan, beside the same Trainer without."""
 
 import logging
+from dataclasses import replace
 from functools import cache
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from step_profiles import step_profile
 from transformers import Trainer, TrainingArguments
 
 from memo import Budget, DoesNotFit, Plan
-from memo.integrations.trainer import MemoCallback
+from memo.integrations.trainer import MemoCallback, is_larger
 from shared.errors import ConfigError
 
 from ..runtime.models import make_batch, make_model
@@ -56,15 +58,54 @@ def test_losses_and_weights_are_those_without_a_plan(name, tmp_path):
 
 
 def test_a_budget_is_planned_for_on_the_first_batch(tmp_path, caplog):
-    losses, state = plain_run("llama")
+    """With dropout, and in an order that is drawn: whatever planning draws would show."""
+    losses, state = plain_run("gpt2")
     budget = Budget(device="8GiB", store="1GiB", store_at=f"file:{tmp_path}")
     callback = MemoCallback(budget=budget)
     with caplog.at_level(logging.INFO, "memo.integrations.trainer"):
-        found, after, _ = run_trainer(tmp_path, [callback])
+        found, after, _ = run_trainer(tmp_path, [callback], name="gpt2")
     assert found == losses, "measuring draws nothing from the training"
     assert all(torch.equal(one, after[key]) for key, one in state.items())
     assert callback.plan.explain() in caplog.text
     assert "memo's run:" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("shape", "planned", "wanted"),
+    [
+        ((2, 48), (2, 48), False),
+        ((4, 24), (2, 48), False),
+        ((2, 24), (2, 48), False),
+        ((2, 49), (2, 48), True),
+        ((1, 96), (2, 48), True),
+        ((), (), False),
+        ((2, 48), None, True),
+    ],
+)
+def test_larger_batches_have_more_tokens_or_longer_rows(shape, planned, wanted):
+    assert is_larger(shape, planned) == wanted
+
+
+def test_larger_batches_and_steps_that_take_far_longer_are_planned_for_anew(monkeypatch):
+    """By what the Trainer calls, with plans that predict next to nothing."""
+    planned, model = [], make_model("llama")
+
+    def autotune(model, batch, budget, *, optimizer_bytes=None):
+        planned.append((tuple(batch["input_ids"].shape), optimizer_bytes))
+        return replace(Plan.fixed(alpha=0.0), prediction={"step_s": 1e-9})
+
+    monkeypatch.setattr("memo.integrations.trainer.autotune", autotune)
+    monkeypatch.setattr(Plan, "explain", lambda _: "")
+    callback = MemoCallback(budget=Budget(device="1TiB"))
+    arguments = SimpleNamespace(gradient_accumulation_steps=1)
+    callback.on_train_begin(arguments, None, None, model=model)
+    for length in (16, 24, 16, 24, 24, 24, 24, 24):
+        callback.on_step_begin(arguments, None, None)
+        model(input_ids=make_batch(length=length), use_cache=False).logits.sum().backward()
+        callback.on_pre_optimizer_step(arguments, None, None)
+    callback.close()
+    # The first, a longer one, and once as four steps took longer than they were predicted to.
+    assert planned == [((2, 16), None), ((2, 24), 0), ((2, 24), 0)]
 
 
 def test_a_budget_that_is_too_small_ends_training_before_a_step(tmp_path, monkeypatch):

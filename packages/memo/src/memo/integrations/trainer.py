@@ -20,7 +20,7 @@ from memo.runtime.run import Run, apply
 from shared.errors import ConfigError
 from shared.units import format_s
 
-__all__ = ["MemoCallback"]
+__all__ = ["MemoCallback", "is_larger"]
 
 log = logging.getLogger(__name__)
 
@@ -99,7 +99,7 @@ class MemoCallback(TrainerCallback):
         batch = signature(model.forward).bind_partial(*args).arguments | kwargs
         shapes = {name: tuple(one.shape) for name, one in batch.items() if isinstance(one, Tensor)}
         if self._planned and not any(
-            _is_larger(shape, self._planned.get(name)) for name, shape in shapes.items()
+            is_larger(shape, self._planned.get(name)) for name, shape in shapes.items()
         ):
             return
         assert self._budget is not None
@@ -158,7 +158,7 @@ class MemoCallback(TrainerCallback):
             self.run.close()
 
 
-def _is_larger(shape: tuple[int, ...], planned: tuple[int, ...] | None) -> bool:
+def is_larger(shape: tuple[int, ...], planned: tuple[int, ...] | None) -> bool:
     """Whether a tensor of a batch has more numbers than the planned one, or longer rows with as many."""
     if planned is None or len(shape) != len(planned):
         return True
