@@ -294,7 +294,7 @@ def test_status_counts_recoveries(monkeypatch, capsys, num, told):
 
 
 def test_status_names_lost_spares(monkeypatch, capsys):
-    processes = [{"rank": 0, "host": 0, "step": 3, "is_ready": True}]
+    processes: list[dict] = [{"rank": 0, "host": 0, "step": 3, "is_ready": True}]
     spares = [{"host": 0, "how": "ended with status 1"}]
     found = {"num_recoveries": 0, "failures": [], "lost_spares": spares, "processes": processes}
     monkeypatch.setattr(client, "ask", lambda address, request: found)

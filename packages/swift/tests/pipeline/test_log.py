@@ -339,6 +339,10 @@ def test_a_budget_bounds_the_files_and_is_free_again_when_older_ones_go(opened, 
     writer.forget(2)
     fill(writer, range(2, 3))
     assert writer.find_gap(Kind.ACTIVATION, 2, 3, NUM) is None
+    writer.start_interval(3)  # all files count
+    fill(writer, range(3, 4))
+    writer.flush()
+    assert "logging stopped at activation of iteration 3" in writer.unreplayable
 
 
 @pytest.fixture
