@@ -24,7 +24,7 @@ from adaqp.training.comparison import Timing, compare_in_rank
 from adaqp.training.config import ModelConfig, PolicyConfig
 from adaqp.training.figure import draw
 from adaqp.training.trainer import Trainer
-from shared.claims import Claim, finish
+from shared.claims import Claim, finish, pair_turns
 from shared.comms import NetLab, RankPool, all_reduce, netlab
 from shared.training.progress import show_progress
 
@@ -220,10 +220,9 @@ def _claim_epochs(
             Claim(
                 name=f"epoch over {_RATE} links, against {what}",
                 unit="s",
-                ours=adaptive.median_s,
-                baseline=base.median_s,
+                **pair_turns(adaptive.epoch_s, base.epoch_s),
                 baseline_name=f"{what}, same code",
-                **common,
+                **_check(scores, size),
             )
         )
     return claims

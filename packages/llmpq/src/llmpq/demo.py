@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from llmpq.config import ModelSpec, Quality, Workload
 from llmpq.data import paragraphs, smollm2
 from llmpq.planner import BASELINES
-from shared.claims import Claim, finish
+from shared.claims import Claim, finish, pair_turns
 from shared.comms import RankPool
 from shared.comms.handicap import handicap
 from shared.topology.cluster import Cluster, Host
@@ -184,10 +184,8 @@ def claim(
         Claim(
             name="seconds of a batch on two unlike ranks",
             unit="s",
-            ours=ours.median_s,
-            baseline=best.median_s,
+            **pair_turns(ours.turns_s, best.turns_s),
             baseline_name=f"{best.name}, its best width within the same memory and loss",
-            higher_is_better=False,
             correct=is_same and is_kept,
             detail=f"{stages}; tokens at most {missed_nats:.2g} nats below one process's best",
             source=_SOURCE,

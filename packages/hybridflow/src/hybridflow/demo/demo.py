@@ -20,7 +20,7 @@ import torch
 from hybridflow.training.config import Recipe, read_recipe
 from hybridflow.training.runtime import Run
 from hybridflow.workers.controller import Workers
-from shared.claims import Claim, finish
+from shared.claims import Claim, finish, pair_turns
 from shared.training.pictures import new_picture, save_picture
 from shared.training.progress import show_progress
 
@@ -97,7 +97,7 @@ def _against_transformers(repeats: int) -> list[Claim]:
         plain = PlainGRPO(ours)
         prompts = [ours.prompts(step) for step in range(2 + 2 * repeats)]
         is_same = plain.generates_as(prompts[0])
-        drawn_s = _in_turns(
+        drawn_ms = _in_turns(
             [
                 lambda k: ours.algorithm.rollout(prompts[k], k).result(),
                 lambda k: plain.generate(prompts[k]),
@@ -105,19 +105,18 @@ def _against_transformers(repeats: int) -> list[Claim]:
             repeats,
         )
         is_equal = plain.learns_as(prompts[1])
-        step_s = _in_turns(
+        step_ms = _in_turns(
             [
                 lambda k: dict(ours.algorithm.learn(ours.algorithm.rollout(prompts[k], k))),
                 lambda k: plain.step(prompts[k]),
             ],
             repeats,
         )
-    common: dict[str, Any] = {"unit": "ms", "higher_is_better": False, "source": _SOURCE}
+    common: dict[str, Any] = {"unit": "ms", "source": _SOURCE}
     return [
         Claim(
             name="256 responses to 32 prompts",
-            ours=1e3 * drawn_s[0],
-            baseline=1e3 * drawn_s[1],
+            **pair_turns(*drawn_ms),
             baseline_name="transformers' generate, the same model",
             correct=is_same,
             detail="medians in turns, one thread; likeliest tokens are the same",
@@ -125,8 +124,7 @@ def _against_transformers(repeats: int) -> list[Claim]:
         ),
         Claim(
             name="a GRPO step of 256 responses, two updates",
-            ours=1e3 * step_s[0],
-            baseline=1e3 * step_s[1],
+            **pair_turns(*step_ms),
             baseline_name="a plain loop around the transformers model",
             correct=is_equal,
             detail="medians in turns, one thread; on the same responses both have gradients of the same norms",
@@ -135,16 +133,16 @@ def _against_transformers(repeats: int) -> list[Claim]:
     ]
 
 
-def _in_turns(runs: list[Callable[[int], Any]], repeats: int) -> list[float]:
-    """Median seconds of each function over alternating calls, after one untimed call of each."""
+def _in_turns(runs: list[Callable[[int], Any]], repeats: int) -> list[list[float]]:
+    """Milliseconds of each function's alternating calls, after one untimed call of each."""
     times: list[list[float]] = [[] for _ in runs]
     for turn in range(repeats + 1):
         for run, taken in zip(runs, times, strict=True):
             begun = time.perf_counter()
             run(turn)
             if turn:
-                taken.append(time.perf_counter() - begun)
-    return [statistics.median(taken) for taken in times]
+                taken.append(1e3 * (time.perf_counter() - begun))
+    return times
 
 
 def _draw(curves: dict[str, list[float]], path: Path, digits: str) -> None:
