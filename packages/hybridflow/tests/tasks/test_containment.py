@@ -297,16 +297,24 @@ def test_limits_may_nest():
     assert time.monotonic() - start < 4
 
 
+@pytest.fixture
+def own_interrupt():
+    """Python's handler of Ctrl-C, which a shell's background jobs lack."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield signal.default_int_handler
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize(
     "swallows", ["", "try:\n", "import signal as s; s.signal(s.SIGTERM, s.SIG_IGN)\n"]
 )
-def test_a_users_interrupt_ends_the_run(swallows):
+def test_a_users_interrupt_ends_the_run(swallows, own_interrupt):
     wait = "signal.raise_signal(signal.SIGINT)\n"
     code = f"import signal\n{swallows}"
     code += f" {wait}except BaseException: pass\n" if swallows == "try:\n" else wait
     with pytest.raises(KeyboardInterrupt):
         scores_of("pass", code, "pass")
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is own_interrupt
 
 
 def test_a_programs_own_exit_by_a_signal_is_not_the_rewards():
