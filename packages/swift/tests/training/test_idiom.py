@@ -120,6 +120,14 @@ def in_parts_with_sync(model, opt, dp, step):
     opt.step()
 
 
+def in_parts_with_sync_first(model, opt, dp, step):
+    first, second = losses_of(dp, step, 2)
+    first.backward()
+    with dp.no_sync():
+        second.backward()
+    opt.step()
+
+
 def clipped(model, opt, dp, step):
     next(losses_of(dp, step)).backward()
     torch.nn.utils.clip_grad_norm_(dp.parameters(), CLIP)
@@ -226,9 +234,11 @@ def do_all():
         digest_of(clipped),
         digest_of(plain, clip_norm=CLIP),
     ]
-    pair = train(own_in_parts), train(in_parts_with_sync)
-    for ours, theirs in zip(*(model.parameters() for model in pair), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)
+    expected = train(own_in_parts)
+    for function in (in_parts_with_sync, in_parts_with_sync_first):
+        pairs = zip(train(function).parameters(), expected.parameters(), strict=True)
+        for ours, theirs in pairs:
+            torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)
     return {
         **found,
         "scaled": [scale(False), scale(True)],

@@ -195,6 +195,10 @@ def test_an_optimizer_that_cannot_be_tried_is_stepped_at_once():
             return super().step(closure)
 
     parameters = [torch.nn.Parameter(torch.ones(40)), torch.nn.Parameter(torch.ones(2))]
+    holder = WantsLarge(parameters, 0.1)
+    vars(holder)["slow"] = {"weights": [torch.ones(40)]}
+    with pytest.raises(ConfigError, match=r"got WantsLarge with some in its attributes \['slow'\]"):
+        undoable(holder)
     opt = undoable(WantsLarge(parameters, 0.1))
     assert opt.is_coupled
     for one in parameters:

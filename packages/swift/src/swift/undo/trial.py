@@ -69,6 +69,7 @@ def find_coupling(optimizer: Optimizer) -> str | None:
             for number in range(1, len(_SCALES)):
                 _step_all(whole, number)
     except Exception as error:  # noqa: BLE001 - a stranger's code, which may refuse small parameters
+        _expect_no_tensors(optimizer)
         return f"it could not be tried on small parameters ({type(error).__name__}: {error})"
     _expect_carried(whole, *after_first)
     try:
@@ -112,6 +113,24 @@ def _expect_carried(twin: Optimizer, attributes: dict[str, Any], names: list[set
             f"expected tensors and plain values as state, got {name} with a value that cannot be sent to "
             f"a peer: {error}; keep numbers, texts, lists and dictionaries"
         ) from error
+
+
+def _expect_no_tensors(optimizer: Optimizer) -> None:
+    """Refuses tensors in attributes, which nobody undoes or sends, where a trial cannot tell if they change."""
+    held = [name for name, value in _list_attributes(optimizer).items() if _holds_tensor(value)]
+    if held:
+        raise ConfigError(
+            f"expected an optimizer with its tensors in its state, got {type(optimizer).__name__} with some "
+            f"in its attributes {held}, which are not undone or sent: keep them in self.state[parameter]"
+        )
+
+
+def _holds_tensor(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return any(map(_holds_tensor, value))
+    if isinstance(value, dict):
+        return any(map(_holds_tensor, value.values()))
+    return isinstance(value, Tensor) and not isinstance(value, Parameter)
 
 
 def _make_twin(optimizer: Optimizer) -> Optimizer:
