@@ -274,7 +274,7 @@ MISTAKES = {
     "--out file.txt/a.jsonl: expected a file that answers can be written to": [*RUN, "file.txt/a.jsonl"],
     "expected the plan to name": ["export", "PLAN", "--to", "vllm"],
     "--out HOME/model: expected a file, got a folder": [*SERVED, "device-map", "--out", "MODEL"],
-    "expected a divisor of 48 (columns of self_attn.q_proj), or -1 for a row, got 128": [*SERVED, "compressed-tensors"],
+    "group size: vLLM's kernels for A100, T4 and L4 expect groups of 32, 64": [*SERVED, "vllm"],
 }  # fmt: skip
 WRONG_VALUES = {
     "--max-kl: expected a number of 0 or more, got -1": [*PLANNED, "--max-kl", "-1"],
@@ -297,8 +297,9 @@ WRONG_VALUES = {
 
 def tell_mistake(home, arguments, expect):
     plan = Plan(
-        stages=(Stage(rank=0, layers=(0, 5)),), bits=(8,) * 5, prefill_size=1, decode_size=1
-    )
+        stages=(Stage(rank=0, layers=(0, 5)),), bits=(8,) * 5, prefill_size=1, decode_size=1,
+        group_size=16,
+    )  # fmt: skip
     plan.save("plan.json")
     Path("file.txt").write_text("mine")
     Path("small.yaml").write_text(

@@ -1,8 +1,12 @@
 """Bytes of models, beside transformers' own modules without memory."""
 
+import weakref
+
 import pytest
 import torch
 import transformers
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from llmpq.config import FAMILIES, ModelSpec, Quality, Workload
@@ -92,6 +96,50 @@ def test_quantised_bytes_by_hand():
     assert spec.layer_bytes(4, 64) == weights // 2 + others + groups * 20 // 8
     assert spec.layer_bytes(16, 64) == 2 * weights + others
     assert spec.layer_bytes(3, None) == weights * 3 // 8 + others
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of fresh storages that are alive at once."""
+
+    def __init__(self):
+        super().__init__()
+        self.now = self.most = 0
+        self.seen = weakref.WeakSet()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage() not in self.seen:
+                storage = tensor.untyped_storage()
+                self.seen.add(storage)
+                self.now += storage.nbytes()
+                self.most = max(self.most, self.now)
+                weakref.finalize(storage, self.free, storage.nbytes())
+        return out
+
+    def free(self, num_bytes):
+        self.now -= num_bytes
+
+
+WIDE_MLP = {**GATED, "hidden_size": 64, "intermediate_size": 1024}
+WIDE_ATTENTION = {**GATED, "head_dim": 128, "num_key_value_heads": 4, "intermediate_size": 48}
+
+
+EVEN = {**GATED, "intermediate_size": 96}
+
+
+@pytest.mark.parametrize("settings", [WIDE_MLP, WIDE_ATTENTION, EVEN])
+def test_temporaries_are_those_that_a_layer_holds_at_once(settings):
+    config = AutoConfig.for_model("llama", **settings)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    spec, rows, tokens = ModelSpec.from_hf(config), 3, 256
+    x = torch.randn(rows, tokens, spec.hidden_size, dtype=torch.bfloat16)
+    positions = model.model.rotary_emb(x, torch.arange(tokens)[None])
+    with torch.no_grad():
+        model.model.layers[0](x, position_embeddings=positions)
+        with LiveBytes() as counter:
+            model.model.layers[0](x, position_embeddings=positions)
+    assert counter.most == pytest.approx(spec.activation_bytes(rows, tokens), rel=0.15)
 
 
 def test_shapes_have_fingerprints_of_their_own():

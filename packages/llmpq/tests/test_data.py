@@ -2,6 +2,8 @@
 
 import importlib.util
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+import llmpq
 from llmpq.data import Prompt, paragraphs, read_ends, read_gguf, read_prompts, smollm2, tokenise
 from shared.errors import ConfigError, DataError
 
@@ -104,6 +107,27 @@ def test_tokens_that_the_model_does_not_know_are_named(tmp_path):
     assert tokenise(model, [Prompt("a", token_ids=(5, 130))]) == [[5, 130]]
     with pytest.raises(DataError, match=r"prompt 'b'.*below 131.*got 131"):
         tokenise(model, [Prompt("a", token_ids=(5,)), Prompt("b", token_ids=(6, 131))])
+
+
+def test_a_tokenizer_larger_than_the_model_is_named_with_it(tmp_path):
+    model = add_tokenizer(make("llama", tmp_path))
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"vocab_size": 14}))
+    assert tokenise(model, [Prompt("a", text="the rain sees")]) == [[3, 4, 13]]
+    told = (
+        r"prompt 'b': expected tokens below 14.*got 14, 'it', of the tokenizer there, which has 15"
+    )
+    with pytest.raises(DataError, match=told):
+        tokenise(model, [Prompt("a", text="the"), Prompt("b", text="rain on it")])
+
+
+def test_rooms_are_there_at_first_use():
+    script = (
+        "import llmpq; llmpq.data.read_prompts, llmpq.runtime, llmpq.config; llmpq.plan.__call__"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
+    with pytest.raises(AttributeError, match="no attribute 'datum'"):
+        _ = llmpq.datum
 
 
 def test_a_file_without_prompts_is_refused(tmp_path):

@@ -253,6 +253,7 @@ class Run(JsonOption):
         from shared.comms.init import joined
         from shared.training import log_resumed
 
+        check_plan(plan, folder)
         requests, decode, told = [], None, None
         known = {"new_tokens": 32, "batch": plan.predicted.get("num_prompts", 32), **plan.predicted}
         settings: dict[str, Any] = {
@@ -264,7 +265,6 @@ class Run(JsonOption):
             group = stack.enter_context(joined())
             is_first = group.rank == 0
             if is_first:
-                check_plan(plan, folder)
                 check_weights(folder)
                 requests, decode = read_requests(folder, self.prompts)
                 made_under = digest(plan, folder, **settings)

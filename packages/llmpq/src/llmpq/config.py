@@ -157,7 +157,8 @@ class ModelSpec:
 
         Attention is fused, so that no matrix of scores is held.
         """
-        attention = (2 * self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        # While queries are rotated, four of their size are held; keys, their rotation, and values beside.
+        attention = (4 * self.num_heads + 3 * self.num_kv_heads) * self.head_dim
         widest = max(attention, 3 * self.intermediate_size)
         return _HALF_BYTES * batch * tokens * (3 * self.hidden_size + widest)
 

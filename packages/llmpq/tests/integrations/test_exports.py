@@ -2,22 +2,23 @@
 
 import json
 import re
+import shutil
 from dataclasses import replace
 
 import pytest
 import torch
 from accelerate import infer_auto_device_map
-from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from llmpq.integrations import EXPORTS, export
+from llmpq.integrations.compressed_tensors import round_around_zero
 from llmpq.integrations.device_map import device_map
 from llmpq.integrations.llama_cpp import tensor_split, tensor_types
 from llmpq.integrations.vllm import partition
 from llmpq.planner.plan import Plan, Stage
 from llmpq.runtime.linear import QuantLinear
-from llmpq.runtime.loader import load
+from llmpq.runtime.loader import load, load_unrounded
 from shared.errors import ConfigError
 from shared.kernels import weight_matmul
 
@@ -95,7 +96,7 @@ def test_no_folder_with_files_is_replaced(folder, tmp_path, engine):
     weights = {path: path.read_bytes() for path in folder.iterdir()}
     for out in (tmp_path, folder, tmp_path / "mine.txt"):
         with pytest.raises(ConfigError, match="expected a new or empty folder to write to"):
-            export(make_plan((4, 8, 4, 8)), engine, folder, out)
+            export(make_plan((4, 8, 4, 8), group_size=32), engine, folder, out)
     assert (tmp_path / "mine.txt").read_text() == "kept"
     assert {path: path.read_bytes() for path in folder.iterdir()} == weights
 
@@ -122,42 +123,87 @@ def test_every_module_has_a_device(folder, tmp_path):
     assert infer_auto_device_map(model, {"cpu": "1GB"}) == {"": "cpu"}
 
 
+@pytest.mark.parametrize("group_size", [32, -1])
 @pytest.mark.parametrize("folder", ["llama"], indirect=True)
-def test_vllm_gets_the_stages_and_widths_that_it_has(folder, tmp_path):
-    plan = make_plan()
+def test_vllm_gets_stages_and_forms_that_its_kernels_take(folder, tmp_path, group_size):
+    plan = make_plan(group_size=group_size)
     assert partition(plan) == "3,1"
-    lines = export(plan, "vllm", folder, tmp_path / "out")
-    assert any("VLLM_PP_LAYER_PARTITION=3,1 vllm serve" in line for line in lines)
+    lines = export(plan, "vllm", folder, tmp_path / "an out")
+    assert any(f"VLLM_PP_LAYER_PARTITION=3,1 vllm serve '{tmp_path}/an out'" in x for x in lines)
     assert any("--pipeline-parallel-size 2" in line for line in lines)
-    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert any("64 rows and 128 columns" in line for line in lines)
+    config = json.loads((tmp_path / "an out" / "config.json").read_text())["quantization_config"]
     groups = config["config_groups"]
-    assert {group["weights"]["num_bits"] for group in groups.values()} == {4, 8}
-    # 4-bit groups hold the layers of 3 and 4 bits; the format's own reader finds our weights in them.
-    assert {re.findall(r"layers\.(\d)", name)[0] for name in groups["group_4"]["targets"]} == {
-        "0",
-        "2",
+    # Marlin has 4 bits with zero points, and 8 bits without.
+    assert {g["weights"]["num_bits"]: g["weights"]["symmetric"] for g in groups.values()} == {
+        4: False,
+        8: True,
     }
-    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    assert {g["weights"]["strategy"] for g in groups.values()} == {
+        "channel" if group_size == -1 else "group"
+    }
+    # 4-bit groups hold the layers of 3 and 4 bits.
+    targets = groups["group_4"]["targets"]
+    assert {re.findall(r"layers\.(\d)", name)[0] for name in targets} == {"0", "2"}
+    tensors = load_file(tmp_path / "an out" / "model.safetensors")
+    written = load_unrounded(tmp_path / "an out", "float32")
     for name, module in load(folder, plan).named_modules():
         if isinstance(module, QuantLinear):
-            bits = 8 if module.bits == 8 else 4
-            shape = torch.Size(tensors[f"{name}.weight_shape"].tolist())
-            codes = unpack_from_int32(tensors[f"{name}.weight_packed"], bits, shape)
-            scale = tensors[f"{name}.weight_scale"]
-            zero = unpack_from_int32(
-                tensors[f"{name}.weight_zero_point"], bits, scale.shape, packed_dim=0
-            )
-            steps = codes.float() - zero.float().repeat_interleave(16, 1)
-            found = steps * scale.repeat_interleave(16, 1)
-            assert torch.equal(found, weight_matmul.unpack(module.packed))
+            assert (f"{name}.weight_zero_point" in tensors) == (module.bits < 8)
+            ours, theirs = weight_matmul.unpack(module.packed), written.get_submodule(name).weight
+            if module.bits < 8:
+                assert torch.equal(theirs, ours)
+            else:  # at most half of the larger step more
+                step = tensors[f"{name}.weight_scale"].repeat_interleave(
+                    ours.shape[1] // tensors[f"{name}.weight_scale"].shape[1], 1
+                )
+                assert ((theirs - ours).abs() <= 0.501 * step).all()
+
+
+def test_codes_that_fit_without_zero_points_are_kept():
+    scale, zero = torch.full((1, 2), 0.5), torch.tensor([[128, 10]], dtype=torch.uint8)
+    codes = torch.tensor([[1, 255, 128, 200, 0, 10, 255, 20]], dtype=torch.uint8)
+    packed = weight_matmul.from_codes(codes, scale, zero, 8, group_size=4)
+    signed, scales = round_around_zero(packed, 8)
+    assert signed[0, :4].tolist() == [-127, 127, 0, 72], "exact where steps fit"
+    assert scales[0].tolist() == pytest.approx([0.5, 0.5 * 245 / 127])
+    assert signed[0, 4:].tolist() == [-5, 0, 127, 5]
+
+
+@pytest.mark.parametrize("folder", ["llama"], indirect=True)
+def test_vllm_refuses_groups_that_its_kernels_lack(folder, tmp_path):
+    with pytest.raises(ConfigError, match=r"groups of 32, 64 or 128 columns.*got 16; plan with"):
+        export(make_plan(), "vllm", folder, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    export(make_plan(group_size=10**9), "vllm", folder, tmp_path / "row")
+    config = json.loads((tmp_path / "row" / "config.json").read_text())["quantization_config"]
+    assert config["config_groups"]["group_8"]["weights"]["strategy"] == "channel"
+
+
+@pytest.mark.parametrize("folder", ["qwen2"], indirect=True)
+def test_an_exported_folder_is_planned_and_exported_again(folder, tmp_path):
+    plan = make_plan((4, 8, 3, 16))
+    export(plan, "compressed-tensors", folder, tmp_path / "once")
+    unrounded = make_plan((16,) * 4)
+    again = load(tmp_path / "once", unrounded)
+    torch.testing.assert_close(logits(again), logits(load(folder, plan)), rtol=2e-5, atol=2e-5)
+    (tmp_path / "once" / "quantize_config.json").write_text("{}")
+    export(unrounded, "compressed-tensors", tmp_path / "once", tmp_path / "twice")
+    config = json.loads((tmp_path / "twice" / "config.json").read_text())
+    assert "quantization_config" not in config
+    assert not (tmp_path / "twice" / "quantize_config.json").exists()
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "twice", dtype=torch.float32)
+    assert torch.equal(logits(loaded), logits(again))
 
 
 @pytest.mark.parametrize("folder", ["llama"], indirect=True)
 def test_llama_cpp_gets_types_and_split(folder, tmp_path):
-    export(make_plan(), "llama.cpp", folder, tmp_path / "commands.sh")
+    shutil.copytree(folder, tmp_path / "my model")
+    export(make_plan(), "llama.cpp", tmp_path / "my model", tmp_path / "commands.sh")
     text = (tmp_path / "commands.sh").read_text()
     assert "--tensor-split 3,2" in text
     assert "--gpu-layers 5" in text
+    assert f"convert_hf_to_gguf.py '{tmp_path}/my model' " in text
     assert "--token-embedding-type bf16 --output-tensor-type bf16" in text
     kinds = {}
     for pattern, kind in tensor_types(make_plan()):

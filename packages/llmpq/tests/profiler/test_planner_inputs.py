@@ -1,13 +1,19 @@
 """What a plan is made from: files of rank 0, and text to calibrate with."""
 
 import json
+from dataclasses import replace
+from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
 
-from llmpq.profiler import layer_times
+from llmpq.planner.candidates import Candidates
+from llmpq.planner.costs import FreeCosts
+from llmpq.profiler import layer_times, planner_inputs
 from llmpq.profiler.cache import find_sensitivity
 from llmpq.profiler.planner_inputs import calibration_batches, measure_inputs
+from llmpq.profiler.profile import Profile
 from shared.comms import Group, RankPool
 from shared.errors import ConfigError, RankFailure
 from shared.topology.cluster import Cluster, Host
@@ -37,6 +43,60 @@ def test_files_of_the_first_rank_are_enough(tmp_path):
     (tmp_path / "prompts.jsonl").write_text(json.dumps("the rain falls") + "\n")
     with RankPool(2) as pool, pytest.raises(RankFailure, match="1 devices, got 2 ranks"):
         pool.run(measured_by_rank, model, tmp_path, tmp_path / "nowhere")
+
+
+@pytest.fixture
+def profiled(tmp_path, monkeypatch):
+    """A folder with a model and its inputs, and noise that says which method it is of."""
+    model = add_tokenizer(make("llama", tmp_path / "model"))
+    Cluster(hosts=(Host(name="x", devices=(CPU,)),)).to_yaml(tmp_path / "cluster.yaml")
+    (tmp_path / "prompts.jsonl").write_text(json.dumps("the rain falls on a hill") + "\n")
+    nats = {"fisher": 1.0, "int8": 0.25}
+
+    def noise_of(profiles, model, texts, *, bits, group_size, method="fisher"):
+        noise = nats[method] * np.arange(1.0, 6.0)[:, None] * np.ones(len(bits))
+        return SimpleNamespace(noise=noise)
+
+    monkeypatch.setattr(planner_inputs, "find_sensitivity", noise_of)
+    return model, tmp_path
+
+
+@pytest.mark.parametrize(("form", "factor"), [("int8", 1.25), ("packed", 1.0)])
+def test_noise_of_8_bit_products_is_added_to_that_of_rounding(profiled, monkeypatch, form, factor):
+    device = SimpleNamespace(forms={"4": [[1, "packed"], [32, form]]})
+    profile = mock.Mock(spec=Profile, devices=[device])
+    monkeypatch.setattr(planner_inputs, "profile_cluster", lambda *args, **settings: profile)
+    model, folder = profiled
+    inputs = measured(model, folder, folder / "profiles")
+    assert inputs is not None
+    noise = inputs.noise
+    np.testing.assert_allclose(noise[:, 0], factor * np.arange(1.0, 6.0))
+
+
+def test_the_batch_of_most_tokens_is_planned_and_memory_for_all(profiled, monkeypatch):
+    model, folder = profiled
+    lines = [{"token_ids": [5] * length} for length in [4] * 7 + [90]]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    profile = mock.Mock(spec=Profile, devices=[])
+    monkeypatch.setattr(planner_inputs, "profile_cluster", lambda *args, **settings: profile)
+    inputs = measure_inputs(
+        model, folder / "cluster.yaml", folder / "prompts.jsonl", bits=(4,), group_size=-1,
+        dtype="float32", max_kl=None, num_prompts=8, new_tokens=2, profiles=folder / "profiles",
+    )  # fmt: skip
+    assert inputs is not None
+    spec, _, noise, workload, quality = inputs.given
+    assert set(workload.batches) == {(7, 4), (1, 90)}
+    assert (workload.num_prompts, workload.prompt_tokens) == (1, 90)
+    assert inputs.planned_texts == [[5] * 4]
+    short = replace(workload, num_prompts=7, prompt_tokens=4)
+    settings = {"costs": FreeCosts((4,), [10**9]), "noise": noise, "quality": quality, "bits": (4,)}
+    one, other = (
+        Candidates(model=spec, workload=each, group_size=-1, dtype="float32", **settings)
+        for each in (workload, short)
+    )
+    assert one.kv_bytes(7) == other.kv_bytes(7) == 2 * spec.kv_bytes(1, 92)
+    rooms = [each.problem((0,), (1, 7)).memory_bytes[0] for each in (one, other)]
+    assert rooms[0] == rooms[1] == 10**9 - 2 * spec.activation_bytes(1, 90)
 
 
 @pytest.mark.slow

@@ -2,14 +2,19 @@
 
 import json
 import os
+import shutil
 import signal
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from llmpq.planner.plan import Plan, Stage
-from llmpq.runtime.answers import Request, answer, find_unanswered
+from llmpq.runtime.answer_file import AnswerFile
+from llmpq.runtime.answers import Request, answer, digest, find_unanswered
 from llmpq.runtime.pipeline import Pipeline
 from shared.comms import Group, RankPool
 from shared.errors import CommError, DataError, RankFailure
@@ -118,6 +123,7 @@ def test_a_run_goes_on_with_what_is_not_answered(model, three, tmp_path):
     assert three.run(answers_of, plan, model, out, requests(), 4, SETTINGS).results[0][0] == 0
     for other, changed in (
         (plan, {**SETTINGS, "seed": 6}), (replace(plan, bits=(4,) * 5), SETTINGS),
+        (replace(plan, group_size=8), SETTINGS),
     ):  # fmt: skip
         told = three.run(refused, other, model, out, requests(), 4, changed).results
         assert all("made under others" in text for text in told)
@@ -160,3 +166,73 @@ def test_answers_to_other_prompts_are_not_taken_for_these(tmp_path):
         find_unanswered(asked, path, "y")
     with pytest.raises(DataError, match="another prompt of id 'a'; give another --out"):
         find_unanswered([Request("a", 0, (3, 5))], path)
+
+
+def test_answers_are_bound_to_what_they_depend_on(model, tmp_path):
+    plan = plan_of([], [0], 1, 1)
+    codes = []
+    for number in range(2):
+        codes.append(tmp_path / f"{number}.safetensors")
+        save_file({"a.codes": torch.full((2,), number)}, codes[-1])
+    tuned = shutil.copytree(model, tmp_path / "tuned")
+    tensors = load_file(tuned / "model.safetensors")
+    tensors["model.norm.weight"][0] += 1e-3
+    save_file(tensors, tuned / "model.safetensors", metadata={"format": "pt"})
+    eager = shutil.copytree(model, tmp_path / "eager")
+    config = json.loads((eager / "config.json").read_text())
+    (eager / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.1}))
+    int8 = {"0": {"4": [[1, "int8"]]}}
+    others = [
+        (replace(plan, group_size=32), model), (replace(plan, group_size=-1), model),
+        (replace(plan, dtype="bfloat16"), model), (replace(plan, forms=int8), model),
+        *((replace(plan, method="gptq", codes=str(path)), model) for path in codes),
+        (plan, tuned), (plan, eager),
+    ]  # fmt: skip
+    digests = [digest(one, folder, max_new_tokens=6) for one, folder in [(plan, model), *others]]
+    digests.append(digest(plan, model, max_new_tokens=7))
+    assert len(set(digests)) == len(digests) == 10
+    split = replace(plan_of([2], [1, 0], 2, 4), forms={"0": {"4": [[1, "packed"]]}})
+    copy = shutil.copytree(model, tmp_path / "copy")
+    assert digest(split, copy, max_new_tokens=6) == digests[0], "stages and places do not count"
+
+
+HOLD = """
+import sys, time
+from llmpq.runtime.answer_file import AnswerFile
+with AnswerFile(sys.argv[1]):
+    print("locked", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_one_run_writes_a_file_and_a_killed_one_blocks_nobody(tmp_path):
+    path, asked = tmp_path / "answers.jsonl", Request("a", 0, (3, 4))
+    other = subprocess.Popen([sys.executable, "-c", HOLD, path], stdout=subprocess.PIPE)
+    assert other.stdout is not None
+    assert other.stdout.readline() == b"locked\n"
+    with pytest.raises(DataError, match="expected a file that no other run writes"):
+        AnswerFile(path).__enter__()
+    other.kill()
+    other.wait()
+    file = AnswerFile(path)
+    with file, file:
+        file.write([asked], [[5, 2]], "x", None)
+    assert find_unanswered([asked], path, "x") == []
+    with AnswerFile(tmp_path / "empty.jsonl"):
+        pass
+    assert not (tmp_path / "empty.jsonl").exists(), "what holds nothing is removed"
+    with AnswerFile("/dev/null") as nowhere:
+        nowhere.write([asked], [[5]], "x", None)
+
+
+def test_a_long_prompt_pads_no_others_and_answers_stay(model, three, tmp_path):
+    mixed = [*requests(8), Request("long", 8, tuple(range(3, 103)))]
+    results = three.run(
+        answers_of, plan_of([2], [0, 1], 2, 4), model, tmp_path / "a.jsonl", mixed, 9, SETTINGS
+    ).results
+    assert results[0] == (9, [1, 8])
+    alone = three.run(
+        answers_of, plan_of([2], [0, 1], 2, 4), model, tmp_path / "b.jsonl", mixed, 1, SETTINGS
+    ).results
+    assert alone[0][0] == 9
+    assert read(tmp_path / "a.jsonl") == read(tmp_path / "b.jsonl")

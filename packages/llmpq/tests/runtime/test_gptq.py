@@ -1,6 +1,7 @@
 """GPTQ beside the textbook's one-column-at-a-time elimination, and its effect on outputs."""
 
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -242,3 +243,41 @@ def test_a_plan_without_its_codes_is_refused(tmp_path):
         load(tmp_path / "model", replace(rounded, group_size=32))
     unrounded = Plan(**{**shape, "bits": (16, 16)})
     assert round_for(unrounded, tmp_path / "model", text, tmp_path / "no") is unrounded
+
+
+def test_layers_are_calibrated_under_their_own_masks():
+    """Of Qwen2's layers the first sees all and the second a window: each has its own mask."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        "qwen2", vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, use_sliding_window=True, sliding_window=3,
+        layer_types=["full_attention", "sliding_attention"],
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config).eval()
+    text, grams = torch.randint(64, (2, 12)), []
+    seen = {}
+    output = model.model.layers[1].self_attn.o_proj
+    hook = output.register_forward_pre_hook(lambda _, given: seen.setdefault("x", given[0]))
+    with torch.no_grad():
+        model(text)
+    hook.remove()
+    rows = seen["x"].reshape(-1, 32)
+
+    def keep(weight, gram, bits, *, group_size):
+        grams.append(gram)
+        return weight_matmul.pack(weight, 8, group_size=group_size)
+
+    with mock.patch("llmpq.runtime.gptq.gptq", keep):
+        round_model(model, [text], (16, 8), group_size=16)
+    torch.testing.assert_close(grams[3], rows.T @ rows, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("group_size", [-1, 10**9])
+def test_a_group_is_a_row_at_most(group_size):
+    torch.manual_seed(0)
+    weight, x = torch.randn(8, 48), torch.randn(64, 48)
+    for found in (
+        gptq(weight, x.T @ x, 4, group_size=group_size),
+        fit_ranges(weight, torch.ones(48), 4, group_size=group_size),
+    ):
+        assert found.scale.shape == (8, 1)
