@@ -54,13 +54,14 @@ def test_optimizer_state_from_after_the_checkpoint_is_dropped(tmp_path, kind, nu
 def test_a_key_of_a_parameter_from_after_the_checkpoint_is_dropped(tmp_path):
     model, optimizer = build(KINDS["AdamW"])
     train(model, optimizer)
+    parameter = model[1].weight
+    optimizer.state[parameter]["kept"] = 3
     bcp.save(tmp_path / "c", {"model": model, "optimizer": optimizer})
     optimizer.param_groups[0]["amsgrad"] = True
-    parameter = model[1].weight
     optimizer.state[parameter]["max_exp_avg_sq"] = torch.ones_like(parameter)
     optimizer.state[parameter]["note"] = 5
     bcp.load(tmp_path / "c", {"model": model, "optimizer": optimizer})
-    assert set(optimizer.state[parameter]) == {"step", "exp_avg", "exp_avg_sq"}
+    assert set(optimizer.state[parameter]) == {"step", "exp_avg", "exp_avg_sq", "kept"}
     assert not optimizer.param_groups[0]["amsgrad"]
 
 
