@@ -30,10 +30,28 @@ def test_a_run_that_differs_is_not_correct():
     found = {
         mode: demo.run_pass(events, train, mode, 1e9) for mode in ("forward", "sync", "prefetch")
     }
-    assert all(claim.correct for claim in demo.compare_modes(found))
+    assert all(claim.correct for claim in demo.compare_modes([found, found]))
     report, losses, rows = found["sync"]
     for changed in ((report, losses[:-1], rows), (report, losses, rows + torch.eye(*rows.shape))):
-        assert not any(c.correct for c in demo.compare_modes(found | {"sync": changed}))
+        assert not any(c.correct for c in demo.compare_modes([found | {"sync": changed}, found]))
+
+
+@pytest.mark.unchecked  # reports are made up
+def test_modes_take_turns_so_that_a_machine_that_becomes_busy_slows_all():
+    order, slowdown = [], iter([1, 1, 1, 8, 8, 8, 8, 8, 8])
+    period_s = {"forward": 1.0, "sync": 3.0, "prefetch": 2.0}
+
+    def run_mode(mode):
+        order.append(mode)
+        now_s = period_s[mode] * next(slowdown)
+        plan = SimpleNamespace(ideal_period=now_s / 2)
+        return SimpleNamespace(period_s=now_s, plan=plan, stage_s=[now_s]), [1.0], torch.ones(1)
+
+    sync, prefetch, bound = demo.compare_modes(demo.take_turns(run_mode))
+    assert order[:6] == ["forward", "sync", "prefetch", "prefetch", "sync", "forward"]
+    assert (sync.ratio, prefetch.ratio, bound.ratio) == (3.0, 2.0, 0.5)
+    assert sync.disputed_range is None
+    assert sync.ours == 8000.0
 
 
 def test_a_model_that_is_no_better_than_edgebank_is_not_correct():

@@ -7,6 +7,8 @@ Claims about time are therefore labelled "simulated". Everything else is real.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +26,18 @@ from mspipe.models import TGN
 from mspipe.pipeline import figure
 from mspipe.pipeline.pipeline import Pipeline
 from mspipe.pipeline.report import Report
-from shared.claims import Claim, finish
+from shared.claims import Claim, finish, pair_turns
 from shared.training.progress import show_progress
 
-__all__ = ["LinkedRows", "compare_modes", "compare_with_edgebank", "run", "run_pass"]
+__all__ = ["LinkedRows", "compare_modes", "compare_with_edgebank", "run", "run_pass", "take_turns"]
 
 _SOURCE = "mspipe demo"
 _LATENCY_S = 2e-4
+_MODES = ("forward", "sync", "prefetch")
+_TURNS = 3
+
+Pass = tuple[Report, list[float], Tensor]
+"""What `run_pass` returns."""
 
 
 class LinkedRows(LocalRows):
@@ -68,16 +75,14 @@ def run(out: Path, *, is_full: bool) -> bool:
     torch.set_num_threads(1)
     try:
         with show_progress("mspipe: passes over flights, the memory behind 200 Mbit/s"):
-            found = {
-                mode: run_pass(events, train if is_full else train[:9_600], mode, 200e6 / 8)
-                for mode in ("forward", "sync", "prefetch")
-            }
+            part = train if is_full else train[:4_200]
+            turns = take_turns(partial(run_pass, events, part, bytes_per_s=200e6 / 8))
         with show_progress("mspipe: training TGN for link prediction on flights"):
             learnt = _learn_links(events, train, rest, 4 if is_full else 5)
     finally:
         torch.set_num_threads(before)
-    reports = {mode: report for mode, (report, _, _) in found.items()}
-    claims = [*compare_modes(found), learnt]
+    reports = {mode: report for mode, (report, _, _) in turns[-1].items()}
+    claims = [*compare_modes(turns), learnt]
     named = {"one stage after another (sync)": reports["sync"], "forward": reports["forward"]}
     figure.draw(
         named, out / "stages.svg", "TGN on flights, memory behind a modelled link of 200 Mbit/s"
@@ -127,25 +132,42 @@ def run_pass(
     return pipe.report(), losses, pipe.memory.snapshot()["rows"]
 
 
-def compare_modes(
-    found: dict[str, tuple[Report, list[float], Tensor]],
-) -> list[Claim]:
+def take_turns(run_mode: Callable[..., Pass]) -> list[dict[str, Pass]]:
+    """Runs a short pass in each mode in turns, so that other programs slow all modes alike.
+
+    Args:
+        run_mode: runs the pass in `mode`; a pipeline works ahead between its iterations, so turns are
+            of whole passes.
+
+    Returns:
+        What it returned in each turn, by mode.
+    """
+    turns = []
+    for turn in range(_TURNS):
+        # Every other turn goes backwards, so that no mode always follows the same one.
+        modes = _MODES[:: -1 if turn % 2 else 1]
+        turns.append({mode: run_mode(mode=mode) for mode in modes})
+    return turns
+
+
+def compare_modes(turns: list[dict[str, Pass]]) -> list[Claim]:
     """Makes the claims about overlap, which are correct if all modes give the same losses and rows.
 
     Args:
-        found: what `run_pass` returned, by mode; "forward", "sync" and "prefetch".
+        turns: what `run_pass` returned in each turn, by mode; "forward", "sync" and "prefetch".
     """
-    report, losses, rows = found["forward"]
-    is_same = all(other[1] == losses and torch.equal(other[2], rows) for other in found.values())
-    ideal_s = report.plan.ideal_period
+    report, losses, rows = turns[-1]["forward"]
+    is_same = all(
+        one[1] == losses and torch.equal(one[2], rows) for turn in turns for one in turn.values()
+    )
+    periods_ms = {mode: [1e3 * turn[mode][0].period_s for turn in turns] for mode in _MODES}
+    ideal_ms = [1e3 * turn["forward"][0].plan.ideal_period for turn in turns]
     about = (
-        f"{len(losses)} batches of 600, median stages "
+        f"{len(losses)} batches of 600 in {len(turns)} turns, median stages "
         f"{', '.join(f'{1e3 * s:.0f}' for s in report.stage_s)} ms; losses and memory are the same to the bit"
     )
     common: dict[str, Any] = {
         "unit": "ms",
-        "ours": 1e3 * report.period_s,
-        "higher_is_better": False,
         "kind": "simulated",
         "correct": is_same,
         "detail": about,
@@ -155,7 +177,7 @@ def compare_modes(
     return [
         Claim(
             name=f"an iteration of TGN, memory behind 200 Mbit/s, against {mode}",
-            baseline=1e3 * found[mode][0].period_s,
+            **pair_turns(periods_ms["forward"], periods_ms[mode]),
             baseline_name=name,
             **common,
         )
@@ -163,7 +185,7 @@ def compare_modes(
     ] + [
         Claim(
             name="an iteration of TGN, memory behind 200 Mbit/s, against the bound of all overlap",
-            baseline=1e3 * ideal_s,
+            **pair_turns(periods_ms["forward"], ideal_ms),
             baseline_name="the longest stage alone, at most 1x",
             **common,
         )
