@@ -35,14 +35,14 @@ START = stat(0, 0, 0).replace("100", "0")
 def test_cores_that_were_idle_are_free(tmp_path, monkeypatch, idle, mine, free):
     path = tmp_path / "stat"
     path.write_text(START)
-    monkeypatch.setattr(cores, "_STAT", path)
+    monkeypatch.setattr(cores, "STAT", path)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: mine)
     monkeypatch.setattr(time, "sleep", lambda _: path.write_text(stat(*idle)))
     assert cores.count_free_cores() == free
 
 
 def test_a_kernel_that_does_not_tell_has_all_cores_free(tmp_path, monkeypatch):
-    monkeypatch.setattr(cores, "_STAT", tmp_path / "none")
+    monkeypatch.setattr(cores, "STAT", tmp_path / "none")
     assert cores.count_free_cores() == len(os.sched_getaffinity(0))
 
 

@@ -10,9 +10,10 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["count_free_cores", "idle_shares"]
+__all__ = ["STAT", "count_free_cores", "idle_shares"]
 
-_STAT = Path("/proc/stat")
+STAT = Path("/proc/stat")
+"""The kernel's file of the ticks that each core spent in each kind of work."""
 # Idle share of a core below 1 that still counts, as this process itself and the kernel take some.
 _TAKEN = 0.35
 
@@ -29,9 +30,9 @@ def count_free_cores(look_s: float = 0.25) -> int:
     """
     cores = os.sched_getaffinity(0)
     with suppress(OSError):
-        before = _STAT.read_text()
+        before = STAT.read_text()
         time.sleep(look_s)
-        shares = idle_shares(before, _STAT.read_text(), cores)
+        shares = idle_shares(before, STAT.read_text(), cores)
         if shares:
             return max(1, int(sum(shares) + _TAKEN))
     return len(cores)
