@@ -81,7 +81,9 @@ class PlanGroups(JsonOption):
         degrees = {2**power: self.message for power in range(1, 32)}
         if self.cost is None:
             given = {name: getattr(self, name) for name in _FLEXSP}
-            alone = Cost(**{name: _FLEXSP[name] if v is None else v for name, v in given.items()})
+            known = {name: value for name, value in given.items() if value is not None}
+            a, b, c = (_FLEXSP | known).values()
+            alone = Cost(a=a, b=b, c=c)
         else:
             alone = Cost.load(self.cost)
         cost = DegreeCost(cost=alone, cap=self.cap, message_s=degrees)

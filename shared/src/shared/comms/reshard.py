@@ -13,7 +13,7 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -90,11 +90,9 @@ def plan(
             f"expected boxes and loads of as many ranks in both layouts, got {num_ranks} sources, "
             f"{len(destinations)} destinations and {len(load)} loads"
         )
-    # A box is a tuple too, of offsets and sizes.
-    sources = [[boxes] if isinstance(boxes, Box) else boxes for boxes in sources]
-    destinations = [[boxes] if isinstance(boxes, Box) else boxes for boxes in destinations]
+    held, wanted_boxes = _by_rank(sources), _by_rank(destinations)
     holders: dict[Box, list[int]] = {}
-    for rank, boxes in enumerate(sources):
+    for rank, boxes in enumerate(held):
         for box in boxes:
             if box.numel:
                 holders.setdefault(box, []).append(rank)
@@ -117,10 +115,10 @@ def plan(
 
     transfers: list[Transfer] = []
     missing: list[tuple[int, int, Box]] = []
-    for dst, boxes in enumerate(destinations):
+    for dst, boxes in enumerate(wanted_boxes):
         for wanted in boxes:
             left = [wanted] if wanted.numel else []
-            for box in sources[dst]:
+            for box in held[dst]:
                 parts = [part for piece in left if (part := intersect(piece, box))]
                 transfers += [Transfer(dst, dst, part) for part in parts]
                 left = [rest for piece in left for rest in subtract(piece, box)]
@@ -143,6 +141,12 @@ def plan(
         for rest in subtract(piece, part):
             heapq.heappush(missing, (-rest.numel, dst, rest))
     return transfers
+
+
+def _by_rank(layout: Sequence[Sequence[Box] | Box]) -> list[list[Box]]:
+    """Lists each rank's boxes; a box is a sequence too, of its offsets and sizes."""
+    boxes: Any = layout
+    return [[one] if isinstance(one, Box) else list(one) for one in boxes]
 
 
 def sent_bytes(transfers: Sequence[Transfer], itemsize: int, num_ranks: int) -> list[int]:

@@ -302,5 +302,6 @@ def _undisturbed(model: nn.Module) -> Iterator[None]:
             for module, is_training in modes:
                 module.training = is_training
                 # FSDP2 gathers its outermost parameters until a backward pass that does not come.
-                if hasattr(module, "reshard"):
-                    module.reshard()
+                reshard: Any = getattr(module, "reshard", None)
+                if reshard is not None:
+                    reshard()
