@@ -36,10 +36,10 @@ class Rows(torch.utils.data.Dataset):
     def __len__(self):
         return 4
 
-    def __getitem__(self, number):
-        if self.error is not None and number == 2:
+    def __getitem__(self, index):
+        if self.error is not None and index == 2:
             raise self.error
-        ids = make_batch(number, rows=1)[0]
+        ids = make_batch(index, rows=1)[0]
         return {"input_ids": ids, "labels": ids}
 
 
