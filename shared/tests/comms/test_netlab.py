@@ -24,7 +24,7 @@ from shared.comms import (
     netlab,
     post_rounds,
 )
-from shared.comms.handicap import handicap
+from shared.comms.handicap import HandicapUnavailable, handicap
 from shared.errors import ConfigError, RankFailure
 
 MB = 10**6
@@ -288,6 +288,30 @@ def test_ranks_in_hosts_can_be_handicapped():
             assert pool.run(capability).results == [capability(), "AVX2"]
         with pytest.raises(ConfigError, match="expected one for each of 2 ranks, got 1"):
             lab.pool(handicaps=[[]])
+
+
+def used_share() -> float:
+    """The share of one core that this process gets in half a second."""
+    begin, cpu = time.perf_counter(), time.process_time()
+    while time.perf_counter() - begin < 0.5:
+        pass
+    return (time.process_time() - cpu) / (time.perf_counter() - begin)
+
+
+@needs_namespaces
+def test_a_rank_in_a_host_can_have_a_share_of_a_core():
+    try:
+        words = handicap(share=0.3)
+    except HandicapUnavailable as error:
+        pytest.skip(str(error))
+    with NetLab(hosts=2, rate="1gbit") as lab, lab.pool(handicaps=[[], words]) as pool:
+        assert pool.run(used_share).results[1] < 0.4
+        # Both ranks are in hosts of their own all the same.
+        assert len(set(pool.run(network_namespace).results)) == 2
+
+
+def network_namespace() -> str:
+    return os.readlink("/proc/self/ns/net")
 
 
 @needs_namespaces

@@ -177,7 +177,8 @@ class NetLab:
                 raise ConfigError(
                     f"handicaps: expected one for each of {len(prefix)} ranks, got {len(handicaps)}"
                 )
-            prefix = [[*words, *more] for words, more in zip(prefix, handicaps, strict=True)]
+            # Inside `ip netns exec` no cgroup is visible, which a share of a core needs.
+            prefix = [[*slow, *words] for slow, words in zip(handicaps, prefix, strict=True)]
         env = {**options.pop("env", {}), "GLOO_SOCKET_IFNAME": _DEVICE}
         return RankPool(
             len(prefix), prefix=prefix, env=env, ranks_per_host=self.ranks_per_host, **options
