@@ -70,6 +70,8 @@ def faults(home, name):
     wanted, came = sections(TEMPLATE / "README.md"), sections(home / "README.md")
     if [section for section in came if section in wanted] != wanted:
         found.append(f"README.md: expected the sections {wanted} in this order, got {came}")
+    if "(docs/limits.md" not in (home / "README.md").read_text(encoding="utf-8"):
+        found.append("README.md: expected a link to docs/limits.md")
     if not 2 <= len(list(home.glob("examples/*.py"))) <= 3:
         found.append("examples: expected two or three scripts")
     return found
@@ -82,7 +84,7 @@ def test_package_has_the_shape_of_the_template(home):
 
 def test_template_has_its_own_shape():
     assert faults(TEMPLATE, PLACEHOLDER) == []
-    assert pages(TEMPLATE) == {"guide.md", "how-it-works.md", "measured.md"}
+    assert pages(TEMPLATE) == {"guide.md", "how-it-works.md", "limits.md", "measured.md"}
 
 
 def drop(file):
@@ -117,6 +119,10 @@ def edit(file, old, new):
         ),
         (edit("README.md", "## Limits", "## Bounds"), "README.md: expected the sections"),
         (edit("README.md", "## Install", "## Example"), "README.md: expected the sections"),
+        (
+            edit("README.md", "docs/limits.md", "docs/guide.md"),
+            "README.md: expected a link to docs/limits.md",
+        ),
         (drop("examples/sum_ranges.py"), "examples: expected two or three scripts"),
     ],
 )
