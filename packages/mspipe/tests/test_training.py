@@ -120,6 +120,34 @@ def test_weights_and_memory_of_a_run_that_has_ended_are_restored(toy, tmp_path):
         restore(other, train, Settings(epochs=2, batch_size=41), tmp_path)
 
 
+@pytest.mark.unchecked
+@pytest.mark.parametrize("name", ["tgn", "jodie"])
+def test_a_run_that_counted_time_from_zero_resumes_so(toy, tmp_path, name):
+    early = toy.stream(200)
+    events = Events(early.src, early.dst, early.t + 1000, early.features)
+
+    def run_from_zero(folder):
+        pipe, run = made(toy, events, folder, name=name)
+        pipe.memory.start = pipe.sampler.begin = 0.0
+        return pipe, run
+
+    expected = curve(run_from_zero(None)[1])
+    assert expected != curve(made(toy, events, None, name=name)[1])
+    pipe, run = run_from_zero(tmp_path)
+    cut_after(pipe, 4)
+    with pytest.raises(Cut):
+        list(run)
+    # A file of a run that knew no start.
+    state = torch.load(tmp_path / "training.pt", weights_only=True)
+    del state["begin"], state["memory"]["start"]
+    torch.save(state, tmp_path / "training.pt")
+    pipe, run = made(toy, events, tmp_path, name=name)
+    cut_after(pipe, 4)
+    with pytest.raises(Cut):
+        list(run)
+    assert curve(made(toy, events, tmp_path, name=name)[1]) == expected
+
+
 def test_a_checkpoint_that_is_damaged_or_of_another_run_is_refused(toy, tmp_path):
     events = toy.stream()
     list(itertools.islice(made(toy, events, tmp_path)[1], 1))

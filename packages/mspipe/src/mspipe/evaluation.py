@@ -104,7 +104,7 @@ def score_links(
 
     Raises:
         ConfigError: a run that uses the memory is open.
-        DataError: a node is beyond the memory.
+        DataError: a node is beyond the memory, or a time is NaN or infinite.
         CommError: the memory's server does not answer.
     """
     model, memory = pipe.model, pipe.memory

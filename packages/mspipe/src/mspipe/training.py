@@ -14,6 +14,7 @@ import torch
 from mspipe.data.batching import batches
 from mspipe.data.events import Events
 from mspipe.data.negatives import Negatives
+from mspipe.data.sampler import Sampler
 from mspipe.evaluation import evaluate
 from mspipe.pipeline.iteration import Output
 from mspipe.pipeline.pipeline import Pipeline
@@ -232,6 +233,7 @@ class _Checkpoint:
             "model": self._pipe.model.state_dict(),
             "optimizer": optimizer.state_dict(),
             "memory": self._pipe.memory.snapshot(),
+            "begin": getattr(self._pipe.sampler, "begin", None),
         }
         self._path.parent.mkdir(parents=True, exist_ok=True)
         # torch tells why it cannot write where Python has opened the file.
@@ -262,6 +264,10 @@ class _Checkpoint:
         if optimizer is not None:
             optimizer.load_state_dict(state["optimizer"])
         self._pipe.memory.restore(state["memory"])
+        # JODIE's time counted from 0 in runs that saved no begin.
+        begin = state.get("begin", 0.0)
+        if isinstance(self._pipe.sampler, Sampler) and begin is not None:
+            self._pipe.sampler.begin = begin
         epochs = [Epoch(**row) for row in json.loads(state["epochs"])]
         return state["done"], state["losses"], epochs
 

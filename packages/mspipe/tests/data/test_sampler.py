@@ -26,10 +26,18 @@ def test_times_between_whole_ones_see_the_events_before_them(dtype):
     assert whole.dt[0].item() == 0.5
 
 
-@pytest.mark.parametrize("time", [float("nan"), float("inf")])
+@pytest.mark.parametrize("time", [float("nan"), float("inf"), -float("inf"), 1e19])
 def test_times_that_are_not_finite_are_refused(time):
-    with pytest.raises(DataError, match="times: expected finite ones"):
-        samplers()[0].sample(torch.zeros(1, dtype=torch.int64), torch.tensor([time]))
+    for sampler in samplers():
+        with pytest.raises(DataError, match="times: expected finite ones"):
+            sampler.sample(torch.zeros(1, dtype=torch.int64), torch.tensor([time]))
+
+
+@pytest.mark.parametrize("time", [-1e18, -0.5, 13.0, 1e18])
+def test_times_far_from_the_stream_see_none_or_all_of_it(time):
+    for sampler in samplers():
+        sampled = sampler.sample(torch.zeros(1, dtype=torch.int64), torch.tensor([time]))
+        assert sampled.eids.tolist() == ([4, 3, 2] if time > 0 else [])
 
 
 def test_an_event_of_a_node_with_itself_counts_once():

@@ -195,7 +195,7 @@ def test_an_address_may_be_of_either_kind(bind, address):
 
 
 @pytest.mark.parametrize(
-    "bind", ["[::1:7000", "::1]:7000", "7000", ":7000", "[::1]", "host:", "host:x"]
+    "bind", ["[::1:7000", "::1]:7000", "[]:7000", "7000", ":7000", "[::1]", "host:", "host:x"]
 )
 def test_half_an_address_is_refused(bind):
     with pytest.raises(ConfigError, match="bind: expected host:port or"):

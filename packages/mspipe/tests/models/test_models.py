@@ -279,6 +279,36 @@ def test_results_do_not_depend_on_where_time_starts(toy, name, seconds):
     assert torch.equal(*scores)
 
 
+def test_times_before_the_first_event_have_scores(toy):
+    events = shifted(toy.stream(60), 1000)
+    pipe = toy.pipeline(events, "jodie")
+    first = int(events.t[0])
+    asked = torch.arange(first - 3, first + 1)
+    scores = score_links(pipe, events.src[:1].expand(4), events.dst[:1].expand(4), asked)
+    assert scores.isfinite().all()
+
+
+def test_ranks_that_embed_shares_of_the_first_events_begin_alike(toy):
+    events = toy.stream(60)
+    adjacency = Adjacency.from_edges(events.src, events.dst, events.t)
+    embedded = []
+    for share in (slice(20), slice(10, 20), slice(0)):
+        torch.manual_seed(0)
+        model = toy.models["jodie"]().eval()
+        hooked = Hooked(model, NodeMemory(1, model.dim, model.mail_dim))
+        for roots in (events[share], events[40:]):
+            block = sample(adjacency, roots.src, roots.t, model.fanout)
+            inputs = SimpleNamespace(
+                edges=[SimpleNamespace(values=events.features, index=block.eids)]
+            )
+            rows = hooked(SimpleNamespace(layers=[block]), inputs)
+            part = events[:20]
+            hooked.commit(Checked(part.src, part.dst, part.t, None, events.features[part.eid]))
+        embedded.append(rows)
+    assert torch.equal(embedded[0], embedded[1])
+    assert torch.equal(embedded[0], embedded[2])
+
+
 @pytest.mark.parametrize("name", ["tgn", "jodie"])
 def test_a_hooked_memory_begins_with_the_first_event_that_it_meets(toy, name):
     events = toy.stream(60)

@@ -3,6 +3,7 @@
 import os
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -311,6 +312,37 @@ def test_the_loss_is_that_of_its_definition(toy, num_negatives):
         expected = -out.pos.sigmoid().log().mean() - (1 - out.neg.sigmoid()).log().mean()
         assert out.neg.shape == (30, num_negatives)
         torch.testing.assert_close(out.loss, expected)
+
+
+@pytest.mark.parametrize("start", [None, 7.0])
+def test_states_begin_with_the_stream_unless_a_start_was_given(toy, start):
+    early = toy.stream(40)
+    events = Events(early.src, early.dst, early.t + 1000, early.features)
+    nodes = torch.arange(events.num_nodes)
+    model = toy.models["tgn"]()
+    memory = NodeMemory(events.num_nodes, model.dim, model.mail_dim, start=start)
+    toy.pipeline(events, memory=memory)
+    toy.pipeline(early, memory=memory)  # the first pipeline's stream is the memory's
+    begin = events.t[0].item() if start is None else start
+    assert memory.read(nodes).memory_times.eq(begin).all()
+    kept = memory.snapshot()
+    for own in (None, 5.0):
+        other = NodeMemory(0, model.dim, model.mail_dim, start=own)
+        other.restore(kept)
+        assert other.start == (begin if own is None else own)
+        stored = other.start if start is None else start
+        assert other.read(nodes).memory_times.eq(stored).all()
+
+
+def test_states_begin_with_the_first_batch_of_samplers_without_a_begin(toy):
+    events = toy.stream(40)
+    stream = Events(events.src, events.dst, events.t + 1000, events.features)
+    sampler = SimpleNamespace(sample=Sampler(stream, [4]).sample)
+    outputs = []
+    for candidate in (sampler, Sampler(stream, [4])):
+        pipe = toy.pipeline(stream, sampler=candidate)
+        outputs.append(torch.cat([out.pos for out in pipe.score(batches(stream, 10))]))
+    assert torch.equal(*outputs)
 
 
 def test_no_batches_are_a_run(toy):

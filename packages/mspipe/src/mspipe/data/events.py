@@ -129,7 +129,7 @@ class Events:
         """
         if not (all(share >= 0 for share in shares) and sum(shares) <= 1 + 1e-9):
             raise DataError(
-                f"split: expected shares of 0 or more, at most 1 together, got {shares}"
+                f"split: expected shares of 0 or more, at most 1 together, got {', '.join(map(str, shares))}"
             )
         ends = [round(len(self) * sum(shares[: at + 1])) for at in range(len(shares))]
         return [self[a:b] for a, b in zip([0, *ends], [*ends, len(self)], strict=True)]

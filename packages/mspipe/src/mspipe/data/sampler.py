@@ -43,7 +43,7 @@ class Sampled:
 
     @classmethod
     def of(cls, block: TemporalBlock, begin: float = 0.0) -> Sampled:
-        """The sample of a block, on the CPU, of a stream that begins at a time."""
+        """Makes the sample of a block, on the CPU."""
         num_roots = len(block.roots)
         nodes, place = index_of(torch.cat([block.roots, block.nodes]))
         counts = torch.bincount(block.row, minlength=num_roots)
@@ -71,7 +71,7 @@ class Sampler:
     def __init__(self, events: Events, fanouts: Sequence[int] = (10,)) -> None:
         if len(fanouts) != 1 or fanouts[0] < 0:
             raise ConfigError(
-                f"fanouts: expected one number of 0 or more, got {list(fanouts)}; models with "
+                f"fanouts: expected one number of 0 or more, got [{', '.join(map(str, fanouts))}]; models with "
                 "memory sample a single hop"
             )
         self.fanout, self.num_nodes = fanouts[0], events.num_nodes
@@ -92,8 +92,13 @@ class Sampler:
         """The roots in the order given, with their neighbours.
 
         Raises:
-            DataError: a time is NaN or infinite.
+            DataError: a time is NaN, infinite, or 2^63 or more.
         """
+        # NaN is not below anything.
+        if times.is_floating_point() and not (times.abs() < 2**63).all():
+            raise DataError(
+                "times: expected finite ones below 2^63, got NaN, infinity or more; check the times asked"
+            )
         if times.is_floating_point() and not self._adjacency.times.is_floating_point():
             return self._sample_between(nodes, times.double())
         times = times.to(self._adjacency.times.dtype)
@@ -101,10 +106,6 @@ class Sampler:
 
     def _sample_between(self, nodes: Tensor, times: Tensor) -> Sampled:
         """Samples as of any time from events at whole ones."""
-        if not times.isfinite().all():
-            raise DataError(
-                "times: expected finite ones, got NaN or infinity; check the times asked"
-            )
         # Earlier than 5.5 is earlier than 6.
         bounds = times.ceil()
         block = sample(self._adjacency, nodes, bounds.long(), self.fanout)

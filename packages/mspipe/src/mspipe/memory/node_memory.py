@@ -40,7 +40,7 @@ class NodeMemory:
 
     Attributes:
         layout: layout of a row.
-        start: as given, or as the first event set it.
+        start: as given, or as `begin_at` set it.
         rows: the store of the rows. It may be wrapped in another `RowStore`, such as one that
             models a slow link.
         cache: the LRU cache, None without one.
@@ -65,6 +65,7 @@ class NodeMemory:
             raise ConfigError(f"expected num_nodes of at least 0, got {num_nodes}")
         self.layout = RowLayout(dim, mail_dim, slots)
         self.place, self.start = place, None if start is None else float(start)
+        self._is_start_given = start is not None
         fresh = torch.zeros(1, self.layout.num_words)
         self.layout.unpack(fresh).memory_times.fill_(NEVER if self.start is None else self.start)
         self.layout.unpack(fresh).mail_times.fill_(NO_MAIL)
@@ -112,7 +113,7 @@ class NodeMemory:
         return self.unpack(self.read_rows(nodes))
 
     def unpack(self, rows: Float[Tensor, "n words"]) -> State:
-        """The parts of rows, where a state that was never written has the time `start`."""
+        """Unpacks rows; a state that was never written has the time `start`."""
         state = self.layout.unpack(rows)
         times = state.memory_times
         return state._replace(memory_times=times.masked_fill(times == NEVER, self.start or 0.0))
@@ -191,6 +192,11 @@ class NodeMemory:
 
     # All rows -----------------------------------------------------------------------------------
 
+    def begin_at(self, time: float) -> None:
+        """Sets `start`, unless the memory was made with one."""
+        if not self._is_start_given:
+            self.start = time
+
     def reset(self) -> None:
         """Sets all rows to their initial value, as for a new epoch, and increments the version.
 
@@ -261,12 +267,10 @@ class NodeMemory:
             )
         self.reset()
         self.grow(len(rows))
-        if (
-            self.start is None
-            and "start" in snapshot
-            and (start := snapshot["start"].item()) != NEVER
-        ):
-            self.start = start
+        # States began at 0 in runs that saved no start.
+        start = snapshot["start"].item() if "start" in snapshot else 0.0
+        if start != NEVER:
+            self.begin_at(start)
         for part in torch.arange(len(rows)).split(1 << 16):
             self.rows.write(part, rows[part])
 

@@ -21,7 +21,7 @@ NO_MAIL = -1.0
 """The time of an empty message slot."""
 
 NEVER = -1.0
-"""The time of a state that was never written, where the stream's begin is not known yet."""
+"""The time of a state that was never written, in rows made before the stream's start is known."""
 
 
 class State(NamedTuple):

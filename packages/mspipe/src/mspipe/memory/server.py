@@ -43,9 +43,12 @@ def parse_address(bind: str) -> tuple[str, int]:
         ConfigError: it has no host, or no port.
     """
     host, _, port = bind.rpartition(":")
-    if not host or not port.isdecimal() or host.startswith("[") != host.endswith("]"):
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    # An empty host would listen on all addresses.
+    if not host or "[" in host or "]" in host or not port.isdecimal():
         raise ConfigError(f"bind: expected host:port or [host]:port, got {bind!r}")
-    return host.removeprefix("[").removesuffix("]"), int(port)
+    return host, int(port)
 
 
 class MemoryServer:

@@ -65,7 +65,9 @@ class Hooked(nn.Module):
             DataError: features are missing or of another width.
         """
         block = sample.layers[0]
-        sampled = Sampled.of(block, self._begin(block.root_times))
+        if self.memory.start is None and len(block.roots):
+            self.memory.begin_at(block.root_times.min().item())
+        sampled = Sampled.of(block, self.memory.start or 0.0)
         self._grow(sampled.nodes)
         updated = self.model.update(self.memory.read(sampled.nodes))
         edge_rows = torch.empty(len(sampled.eids), 0)
@@ -91,12 +93,15 @@ class Hooked(nn.Module):
         """
         if not len(events):
             return
+        # A rank embeds its share of the first events, and commits all of them.
+        if self.memory.start is None or events.t[0] < self.memory.start:
+            self.memory.begin_at(events.t[0].item())
         nodes, roots = index_of(torch.cat([events.src, events.dst]))
         self._grow(nodes)
         none, no_rows = torch.empty(0), torch.empty(0, dtype=torch.int64)
         sampled = Sampled(
             nodes, roots, events.t.double().repeat(2), no_rows, none.double(), no_rows,
-            torch.zeros(len(roots) + 1, dtype=torch.int64), self._begin(events.t),
+            torch.zeros(len(roots) + 1, dtype=torch.int64), self.memory.start or 0.0,
         )  # fmt: skip
         state = self.memory.read(nodes)
         updated = self.model.update(state)
@@ -111,12 +116,6 @@ class Hooked(nn.Module):
     def load_state(self, state: dict[str, Tensor]) -> None:
         """Restores the memory from a result of `state`."""
         self.memory.restore(state)
-
-    def _begin(self, times: Tensor) -> float:
-        """Time of the stream's first event: the earliest of the first times that come here."""
-        if self.memory.start is None and len(times):
-            self.memory.start = times.min().item()
-        return self.memory.start or 0.0
 
     def _grow(self, nodes: Tensor) -> None:
         # A root may have any id; a new node gets an initial row.

@@ -36,5 +36,6 @@ class JODIE(RecurrentModel):
         del edge_rows
         roots = sampled.roots.to(updated.memory.device)
         t = sampled.root_times.to(updated.times.device)
-        since = ((t - updated.times[roots]) / (t - sampled.begin + 1)).float()
+        since_begin = (t - sampled.begin).clamp(min=0)
+        since = ((t - updated.times[roots]) / (since_begin + 1)).float()
         return self.norm(F.embedding(roots, updated.memory)) * (1 + self.drift(since[:, None]))

@@ -15,7 +15,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mspipe.data.batching import Batch
+from mspipe.data.sampler import Sampler
 from mspipe.memory.node_memory import NodeMemory
+from mspipe.memory.row_layout import RowLayout
 from mspipe.models.base import MemoryModel
 from mspipe.pipeline.iteration import Output
 from mspipe.pipeline.mitigation import Mitigation
@@ -84,12 +86,12 @@ class Pipeline:
             raise ConfigError(f"max_staleness and mitigation: expected mode 'stale', got {mode!r}")
         if is_fixed and max_staleness is None:
             raise ConfigError("is_fixed: expected max_staleness with it, got None")
-        wanted = (model.dim, model.mail_dim, model.slots)
         layout = memory.layout
-        if (layout.dim, layout.mail_dim, layout.slots) != wanted:
+        if layout != RowLayout(model.dim, model.mail_dim, model.slots):
             raise ConfigError(
-                f"memory: expected dim, mail_dim and slots of {wanted} as the model has them, got "
-                f"{(layout.dim, layout.mail_dim, layout.slots)}"
+                f"memory: expected dim, mail_dim and slots of {model.dim}, {model.mail_dim} and "
+                f"{model.slots} as the model has them, got {layout.dim}, {layout.mail_dim} and "
+                f"{layout.slots}"
             )
         edge_dim = 0 if features is None else features.shape[1]
         if edge_dim != model.edge_dim:
@@ -97,8 +99,8 @@ class Pipeline:
                 f"features: expected {model.edge_dim} columns as the model has edge_dim, got {edge_dim}"
             )
         self.model, self.memory, self.sampler, self.features = model, memory, sampler, features
-        if memory.start is None:
-            memory.start = getattr(sampler, "begin", None)
+        if memory.start is None and isinstance(sampler, Sampler):
+            memory.begin_at(sampler.begin)
         self.max_staleness, self.depth, self.is_early = max_staleness, depth, is_early
         self.mitigation, self.is_fixed = mitigation, is_fixed
         self.workers = WorkerSlices(group)

@@ -112,6 +112,8 @@ class Stages:
         with self.timed("sample", index):
             if not len(batch.events):
                 raise DataError(f"batch {index}: expected at least one event, got none")
+            if self.memory.start is None:
+                self.memory.begin_at(batch.events.t[0].item())
             slice_ = self.workers.slice(batch)
             sampled = self.sampler.sample(*slice_.roots)
             if len(sampled.nodes) and int(sampled.nodes[-1]) >= self._written_rows.num_nodes:
