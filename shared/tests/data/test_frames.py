@@ -1,6 +1,8 @@
 """Tables are written as a whole and read as they were."""
 
 import builtins
+import csv
+import os
 import sys
 
 import pytest
@@ -124,6 +126,28 @@ def test_a_field_belongs_to_the_column_above_it(tmp_path, text, rows):
 def test_rows_that_do_not_fit_their_header_are_refused(tmp_path, text, message):
     (tmp_path / "x.csv").write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(DataError, match=message):
+        read_frame(tmp_path / "x.csv")
+
+
+@pytest.mark.parametrize("header", [",a", "Unnamed: 0,a", ",Unnamed: 0,a"])
+def test_an_index_that_pandas_wrote_is_no_column(tmp_path, header):
+    (tmp_path / "x.csv").write_text(f"{header}\n" + "".join(f"7,{'5,' * header.count(',')}\n" * 2))
+    table = read_frame(tmp_path / "x.csv")
+    assert [*table.columns] == ["a"]
+    assert table.index.tolist() == [7, 7]
+    assert table["a"].tolist() == [5, 5]
+
+
+def test_a_text_may_be_long(tmp_path):
+    write_frame(pandas.DataFrame({"a": ["x" * 200_000], "b": [1]}), tmp_path / "x.csv")
+    before = csv.field_size_limit()
+    assert read_frame(tmp_path / "x.csv")["a"].str.len().tolist() == [200_000]
+    assert csv.field_size_limit() == before
+
+
+def test_a_pipe_is_refused_rather_than_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "x.csv")
+    with pytest.raises(DataError, match=r"x.csv: expected a file, which is read twice, got a pipe"):
         read_frame(tmp_path / "x.csv")
 
 

@@ -1,5 +1,7 @@
 """Events come out of each file format as they went in; what is unusable is named."""
 
+from decimal import Decimal
+
 import numpy as np
 import pytest
 import torch
@@ -59,6 +61,16 @@ def test_whole_numbers_may_be_floats():
         ),
         ({"t": ["2024-05-01", None, "x"]}, "t of row 1: expected a time, got none"),
         ({"t": ["2024-05-01", "now", "x"]}, "t of row 1: expected numbers or dates .*, got 'now'"),
+        ({"t": ["2024-05-01", " today", "x"]}, "t of row 1: expected .*, got ' today'"),
+        (
+            {"t": pandas.Series(["2024-05-01", np.int64(5), "x"], dtype=object)},
+            "t of row 1: .* got 5;",
+        ),
+        (
+            {"t": np.array([2**63, 1, 2], np.uint64)},
+            "t: expected .* below 2.63, got 9223372036854775808",
+        ),
+        ({"src": [Decimal("1.5"), 1, 2]}, "src of row 0: expected a whole number, got 1.5"),
         ({"t": ["2024-05-01", 5, "2024-05-01"]}, "t of row 1: expected numbers or dates .*, got 5"),
         ({"t": ["2024-05-01", "01/05/2024", "x"]}, "t of row 1: expected .* got '01/05/2024'"),
         ({"src": [2.0**54, 1, 2]}, "src: expected whole numbers up to 2.53, .* 18014398509481984"),
@@ -128,6 +140,7 @@ def test_ids_far_above_the_number_of_rows_are_numbered_and_told(caplog):
     [
         np.array([2**63 + 5, 7, 8], np.uint64),
         pandas.Series([2**63 + 5, 7.0, "8"], dtype=object),
+        pandas.Series([Decimal(2**63 + 5), Decimal("7.00"), Decimal(8)]),
         pandas.Series([str(2**63 + 5), "7", "8"]),
         pandas.Series([str(2**63 + 5), "7", "8"], dtype="string[pyarrow]"),
         pandas.Series([str(2**63 + 5), "7", "8"]).astype("category"),

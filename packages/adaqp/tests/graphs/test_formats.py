@@ -152,6 +152,7 @@ def write_ogb(folder, edges, **files):
         ("ogbn_arxiv", "0,1\n", None, [(0, 1)], ""),
         ("mine", "0,1\n", None, [(0, 1)], "directed, as in the file"),
         ("mine", "0,1\n", True, [(0, 1), (1, 0)], "reverse edges added"),
+        ("mine", "0,1\n1,0\n", True, [(0, 1), (1, 0)], "no reverse edges added"),
     ],
 )
 def test_reverse_edges_are_added_as_ogb_adds_them(
@@ -197,6 +198,37 @@ def test_tables_take_reverse_edges_empty_labels_and_blanks(tmp_path):
     assert graph.dst.tolist() == [1, 0, 2, 1]
     assert graph.label.tolist() == [0, -1, 1]
     assert graph.train_mask.tolist() == [True, False, False]
+    (tmp_path / "edges.csv").write_text("src,dst\na,b\nb,a\n")
+    assert read(tmp_path, add_reverse_edges=True).src.tolist() == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "edges", "message"),
+    [
+        (",label,split\n1,0,train\n0,1,val\n", "0,1\n", "nodes: expected a column id, .* with 1;"),
+        (",label,split\na,0,train\nb,1,val\n", "a,b\n", "nodes: expected a column id, .* with a;"),
+        ("label,split\n0,train\n1,val\n", "a,b\n", "edges: expected rows of nodes as src, .* 'a'"),
+        ("label,split\n0,train\n1,val\n", "0,1\n1,\n", "dst of row 1: expected an id, got none"),
+    ],
+)
+def test_nodes_without_ids_are_known_by_their_rows(tmp_path, nodes, edges, message):
+    (tmp_path / "nodes.csv").write_text(nodes)
+    (tmp_path / "edges.csv").write_text(f"src,dst\n{edges}")
+    with pytest.raises(DataError, match=message):
+        read(tmp_path)
+    (tmp_path / "nodes.csv").write_text(",label,split\n0,0,train\n1,1,val\n")
+    (tmp_path / "edges.csv").write_text("src,dst\n0,1\n")
+    assert read(tmp_path).label.tolist() == [0, 1]
+
+
+def test_an_index_of_parquet_names_no_rows(tmp_path):
+    pandas = pytest.importorskip("pandas")
+    pytest.importorskip("pyarrow", reason="Parquet is read by pyarrow")
+    nodes = pandas.DataFrame({"label": [0, 1], "split": ["train", "val"]}, index=[1, 0])
+    nodes.to_parquet(tmp_path / "nodes.parquet")
+    pandas.DataFrame({"src": [0], "dst": [1]}, index=[5]).to_parquet(tmp_path / "edges.parquet")
+    with pytest.raises(DataError, match=r"nodes: expected a column id, .* begins with 1"):
+        read(tmp_path)
 
 
 @pytest.mark.parametrize("column", ["weight", "since"])
@@ -220,7 +252,12 @@ def test_an_edge_with_one_field_more_is_refused(tmp_path):
 
 
 def test_arrays_and_dgl_graphs_with_weights_are_refused(tmp_path, graph):
-    np.savez(tmp_path / "g.npz", edge_weight=np.ones(graph.num_edges), **arrays(graph))
+    columns = arrays(graph)
+    np.savez(
+        tmp_path / "g.npz", edge_weight=np.ones(graph.num_edges), class_weight=[0.5], **columns
+    )
+    assert read(tmp_path / "g.npz").num_edges == graph.num_edges
+    np.savez(tmp_path / "g.npz", edge_weight=np.linspace(0, 1, graph.num_edges), **columns)
     with pytest.raises(
         DataError, match=r"g.npz: expected edges without weights .* got edge_weight"
     ):

@@ -104,6 +104,11 @@ def test_a_window_of_half_a_second(placement):
     graph.add_edges([0] * 6, range(6), range(6))
     sampler = gf.TemporalSampler(graph, [9], window=2.5)
     assert sampler.sample([0], [5]).layers[0].times.tolist() == [4, 3]
+    older, newer = (
+        gf.TemporalSampler(graph, [9], window=2.5, snapshots=2).sample([0], [5]).layers[0]
+    )
+    assert older.times.tolist() == [2, 1, 0]
+    assert newer.times.tolist() == [4, 3]
     # A root between two times: the edge of time 2 is earlier than 2.5.
     assert gf.TemporalSampler(graph, [1]).sample([0], [2.5]).layers[0].times.tolist() == [2]
 

@@ -27,6 +27,8 @@ _GAPS = [
     "", "#N/A", "#N/A N/A", "#NA", "-1.#IND", "-1.#QNAN", "-NaN", "-nan", "1.#IND", "1.#QNAN",
     "<NA>", "N/A", "NA", "NULL", "NaN", "None", "n/a", "nan", "null",
 ]  # fmt: skip
+# Longest field. One beyond it has a quote that is never closed, and would take the memory.
+_FIELD_CHARACTERS = 2**27
 # How JODIE's files name all of a row's last fields at once.
 _FEATURES = "comma_separated_list_of_features"
 
@@ -77,8 +79,9 @@ def read_frame(
 
     A CSV file is UTF-8 text with commas between fields. Names and ids lose the blanks around them.
     Columns are by the header, fields by their position: a row with fewer or more fields than the
-    header is refused, but for empty ones at its end. A first column without a name is pandas' index
-    and left out. Only an empty field of ids is a gap; elsewhere NA, null and pandas' other marks are.
+    header is refused, but for empty ones at its end. A first column without a name is the table's
+    index, as pandas writes it; a column that pandas called Unnamed: 0 is left out. Only an empty field
+    of ids is a gap; elsewhere NA, null and pandas' other marks are.
 
     Args:
         path: `*.parquet`, `*.csv` or `*.csv.gz`.
@@ -91,11 +94,28 @@ def read_frame(
     """
     path = Path(path)
     suffix = check_suffix(path)
-    check_not_empty(path, "a table")
-    try:
+    with _name_errors(path):
         if suffix == ".parquet":
             return _read_parquet(path)
         return _read_csv(path, {name.strip() for name in ids}, has_header=has_header)
+
+
+def read_header(path: Path) -> list[str]:
+    """Reads the names of a CSV file's columns; those of pandas' index are empty.
+
+    Raises:
+        DataError: no table; names are missing, stand there twice, or have no commas between them.
+    """
+    with _name_errors(path), _open_rows(path) as rows:
+        return _clean_names(path, _read_first(rows))
+
+
+@contextmanager
+def _name_errors(path: Path) -> Iterator[None]:
+    """Raises a DataError that names the file for whatever its parsers raise."""
+    check_not_empty(path, "a table")
+    try:
+        yield
     except ImportError as error:
         raise _lacks_library(path) from error
     except PermissionError as error:
@@ -105,25 +125,11 @@ def read_frame(
         ) from error
     except DataError:
         raise
-    except (
-        ValueError,
-        OSError,
-        EOFError,
-        zlib.error,
-    ) as error:  # the parsers' errors are among these
+    # The parsers' errors are among these.
+    except (ValueError, OSError, EOFError, zlib.error) as error:
         raise DataError(
             f"{path}: expected a table, got {str(error).strip()}; check its format"
         ) from error
-
-
-def read_header(path: Path) -> list[str]:
-    """Reads the names of a CSV file's columns; where pandas' index is the first, its name is empty.
-
-    Raises:
-        DataError: names are missing, stand there twice, or have no commas between them.
-    """
-    with _open_rows(path) as rows:
-        return _clean_names(path, _read_first(rows))
 
 
 def write_frame(table: DataFrame, path: str | os.PathLike[str]) -> None:
@@ -170,8 +176,12 @@ def _read_parquet(path: Path) -> DataFrame:
 def _read_csv(path: Path, ids: set[str], *, has_header: bool) -> DataFrame:
     import pandas
 
+    if not path.is_file():
+        raise DataError(
+            f"{path}: expected a file, which is read twice, got a pipe or a device; write it to a file first"
+        )
     names = dict(enumerate(_read_names(path, has_header)))
-    used = [position for position, name in names.items() if name]
+    used = [position for position, name in names.items() if name or not position]
     texts = [position for position in used if names[position] in ids]
     # Positions stand in for names, of which pandas' index has none.
     dtypes: dict[Hashable, type[object]] = {str(position): object for position in texts}
@@ -194,7 +204,7 @@ def _read_csv(path: Path, ids: set[str], *, has_header: bool) -> DataFrame:
     if texts:
         own = [names[position] for position in texts]
         table[own] = parse_ids(table[own])
-    return table
+    return table.set_index("").rename_axis(None) if "" in table else table
 
 
 def _read_names(path: Path, has_header: bool) -> list[str]:
@@ -220,6 +230,8 @@ def _open_rows(path: Path) -> Iterator[Any]:
     opened = gzip.open if path.suffix == ".gz" else open
     with opened(path, "rt", encoding="utf-8-sig", newline="") as file:
         rows = csv.reader(file, skipinitialspace=True)
+        # The limit is one of the process.
+        limit = csv.field_size_limit(_FIELD_CHARACTERS)
         try:
             yield rows
         except UnicodeDecodeError as error:
@@ -232,6 +244,8 @@ def _open_rows(path: Path) -> Iterator[Any]:
                 f"{path}, line {rows.line_num}: expected fields with commas between them, got {error}; "
                 "close each quote"
             ) from error
+        finally:
+            csv.field_size_limit(limit)
 
 
 def _read_first(rows: Iterable[list[str]]) -> list[str]:
@@ -256,7 +270,8 @@ def _clean_names(path: Path, header: list[str]) -> list[str]:
         raise DataError(
             f"{path}: expected columns of different names, got {twice!r} twice; rename one"
         )
-    return names
+    # pandas' name of an index that it has read as a column.
+    return ["" if name == "Unnamed: 0" else name for name in names]
 
 
 def _check_rows(path: Path, num_columns: int, has_header: bool) -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import dataclass, replace
+from decimal import Decimal
+from numbers import Number
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -184,7 +186,8 @@ def read_times(table: DataFrame, columns: Columns) -> np.ndarray:
         return np.empty(0, np.int64)
     _refuse_gaps(column, "a time")
     if column.dtype.kind in "iuf":
-        times = column.to_numpy(copy=True)
+        is_unsigned = column.dtype.kind == "u"
+        times = whole_numbers(column, name) if is_unsigned else column.to_numpy(copy=True)
         return times if columns.time_unit is None else to_seconds(times, columns.time_unit)
     if columns.time_unit is not None:
         raise DataError(
@@ -231,13 +234,13 @@ def whole_numbers(column: Series, name: str) -> np.ndarray:
             )
     if column.dtype.kind == "u" and len(column) and column.max() > np.iinfo(np.int64).max:
         raise DataError(
-            f"{name}: expected whole numbers below 2^63, got {column.max()}; write them as texts"
+            f"{name}: expected whole numbers below 2^63, got {column.max()}; give smaller ones"
         )
     return column.to_numpy(np.int64, copy=True)
 
 
 def _read_texts(column: Series) -> Series:
-    """Texts, and objects as texts; whole numbers that are floats lose their decimal point."""
+    """Texts, and objects as texts; whole numbers lose their decimal point."""
     from pandas.api.types import infer_dtype
 
     if infer_dtype(column) == "string":
@@ -250,6 +253,12 @@ def _read_texts(column: Series) -> Series:
             raise DataError(
                 f"{column.name} of row {row}: expected a text, got {value!r}; decode it"
             )
+        if isinstance(value, Decimal):
+            if value != int(value):
+                raise DataError(
+                    f"{column.name} of row {row}: expected a whole number, got {value}; write it as a text"
+                )
+            values[row] = int(value)
     return type(column)(values, name=column.name)
 
 
@@ -336,9 +345,11 @@ def _dates(column: Series, name: str) -> Series:
     dates = pandas.to_datetime(column.map(_clean_date), format="ISO8601", utc=True, errors="coerce")
     if dates.isna().any():
         row = int(np.flatnonzero(dates.isna())[0])
+        value = column.iloc[row]
         raise DataError(
             f"{name} of row {row}: expected numbers or dates as 2024-05-01T10:30:00, got "
-            f"{column.iloc[row]!r}; rewrite the column, with pandas.to_datetime for instance"
+            f"{repr(value) if isinstance(value, str) else value}; rewrite the column, with "
+            "pandas.to_datetime for instance"
         )
     return dates
 
@@ -346,9 +357,10 @@ def _dates(column: Series, name: str) -> Series:
 def _clean_date(date: Any) -> Any:
     if not isinstance(date, str):
         # pandas reads numbers among texts as years.
-        return None if isinstance(date, (bool, int, float)) else date
+        return None if isinstance(date, Number) else date
+    date = date.strip()
     # pandas reads "now" and "today" as the moment of reading.
-    return None if date[:1].isalpha() else date.strip()
+    return None if date[:1].isalpha() else date
 
 
 def _refuse_gaps(column: Series, wanted: str) -> None:

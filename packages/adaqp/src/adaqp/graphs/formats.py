@@ -4,6 +4,7 @@ Files are untrusted data: objects are unpickled only as far as `torch.load` allo
 `weights_only=True`.
 """
 
+import logging
 import os
 import pickle
 from pathlib import Path
@@ -17,7 +18,7 @@ from adaqp.graphs import graph as graphs
 from adaqp.graphs.graph import MASKS, Graph, check_edge_data, from_dgl, from_edge_index, from_pyg
 from adaqp.graphs.ogb import read_ogb
 from shared.data.frames import read_frame
-from shared.data.tables import whole_numbers
+from shared.data.tables import read_ids, whole_numbers
 from shared.errors import DataError
 from shared.files import check_exists, check_not_empty
 
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from pandas import DataFrame, Series
 
 __all__ = ["read"]
+
+_log = logging.getLogger(__name__)
 
 TABLES = (".parquet", ".csv", ".csv.gz")
 
@@ -46,8 +49,9 @@ def read(
             .csv.gz: nodes has label (empty: none), split (train, val, test or empty), optionally id
             (otherwise the row number is the id), and any number of numeric feature columns;
             an OGB node-property folder (raw/ and split/ below it), its first split.
-        add_reverse_edges: whether to add the reverse of each edge. None: only for folders named as
-            the OGB sets to which OGB adds them (ogbn-products, ogbn-proteins), which is logged.
+        add_reverse_edges: whether to add the reverse of each edge, where not each has its own already.
+            None: only for folders named as the OGB sets to which OGB adds them (ogbn-products,
+            ogbn-proteins), which is logged.
         ignore_edge_data: read a graph whose edges have weights or features, without these; such a
             graph is refused otherwise, as no layer here uses them.
 
@@ -62,6 +66,9 @@ def read(
     if (path / "raw").is_dir():
         return read_ogb(path, reverse=add_reverse_edges, ignore_edge_data=ignore_edge_data)
     graph = _read_file(path, ignore_edge_data)
+    if add_reverse_edges and graph.is_symmetric:
+        _log.warning("%s: no reverse edges added, as each edge has its own already", path)
+        return graph
     return graphs.add_reverse_edges(graph) if add_reverse_edges else graph
 
 
@@ -119,12 +126,15 @@ def _read_npz(path: Path, ignore_edge_data: bool) -> Graph:
                 raise DataError(
                     f"{path}: expected arrays {', '.join(names)}, missing {', '.join(missing)}"
                 )
-            check_edge_data(
-                [name for name in arrays if "weight" in name or name.startswith("edge")],
-                str(path),
-                ignore_edge_data,
-            )
             src, dst, feat, *others = (arrays[name] for name in names)
+            weights = [
+                name
+                for name in set(arrays) - set(names)
+                if ("weight" in name or name.startswith("edge"))
+                and arrays[name].shape[:1] == src.shape
+                and not (arrays[name] == 1).all()
+            ]
+            check_edge_data(sorted(weights), str(path), ignore_edge_data)
     except (OSError, ValueError, BadZipFile) as error:
         if isinstance(error, DataError):
             raise
@@ -166,6 +176,8 @@ def _read_tables(folder: Path, ignore_edge_data: bool) -> Graph:
                     "which is no id in nodes"
                 )
         src, dst = ends["src"].astype("int64"), ends["dst"].astype("int64")
+    else:
+        _check_row_numbers(folder, nodes, edges)
     split = nodes["split"].fillna("").astype(str).str.strip()
     unknown = set(split) - {"train", "val", "test", ""}
     if unknown:
@@ -201,6 +213,21 @@ def _table(folder: Path, name: str, ids: tuple[str, ...]) -> "DataFrame":
         f"{folder}: expected {name}.parquet, {name}.csv or {name}.csv.gz, there is "
         f"{sorted(path.name for path in folder.iterdir())}"
     )
+
+
+def _check_row_numbers(folder: Path, nodes: "DataFrame", edges: "DataFrame") -> None:
+    """Refuses edges that may name nodes by something else than the number of their row."""
+    if not np.array_equal(nodes.index, np.arange(len(nodes))):
+        raise DataError(
+            f"{folder}/nodes: expected a column id, or rows numbered from 0 on by an index, got an index "
+            f"that begins with {nodes.index[0]!s}; call it id, or write the table without it"
+        )
+    for name in ("src", "dst"):
+        if read_ids(edges[name]).dtype.kind != "i":
+            raise DataError(
+                f"{folder}/edges: expected rows of nodes as {name}, as nodes has no column id, got "
+                f"{edges[name].iloc[0]!r}; add that column"
+            )
 
 
 def _is_one(column: "Series") -> bool:

@@ -26,7 +26,8 @@ def read_ogb(folder: Path, *, reverse: bool | None, ignore_edge_data: bool) -> G
 
     Args:
         folder: the folder.
-        reverse: whether to add the reverse of each edge; None: as OGB does for a set of that name.
+        reverse: whether to add the reverse of each edge, where not each has its own already; None: as
+            OGB does for a set of that name.
         ignore_edge_data: read a set that has features of edges, without them.
 
     Raises:
@@ -75,7 +76,7 @@ def _reverse(graph: Graph, folder: Path, reverse: bool | None) -> Graph:
         )
     if not (by_name if reverse is None else reverse):
         return graph
-    if reverse is None and graph.is_symmetric:
+    if graph.is_symmetric:
         _log.warning("%s: no reverse edges added, as each edge has its own already", folder)
         return graph
     _log.warning(
@@ -95,6 +96,6 @@ def _read_rows(file: Path, dtype: str) -> np.ndarray:
     if dtype == "int64":
         return np.stack([whole_numbers(table[name], str(file)) for name in table], 1)
     try:
-        return table.to_numpy(dtype=dtype)
+        return table.to_numpy(dtype=dtype, copy=True)
     except (TypeError, ValueError) as error:
         raise DataError(f"{file}: expected numbers in each field, got {error}") from error

@@ -160,9 +160,8 @@ class TemporalSampler:
     ) -> TemporalBlock:
         before, since = root_times, None
         if self.window is not None:
-            window = self._window
-            before = root_times - (self.snapshots - 1 - snapshot) * window
-            since = before - window
+            before = root_times - self._span(self.snapshots - 1 - snapshot)
+            since = root_times - self._span(self.snapshots - snapshot)
         policy = self._policy
         key = stream_key(self.seed, self._epoch, hop, snapshot) if policy.is_random else 0
         return policy.sample_hop(
@@ -176,13 +175,13 @@ class TemporalSampler:
             key=key,
         )
 
-    @property
-    def _window(self) -> int | float:
+    def _span(self, num_windows: int) -> int | float:
         assert self.window is not None, "asked for only where there is one"
+        span = num_windows * self.window
         if self.graph.time_dtype == torch.float64:
-            return float(self.window)
+            return float(span)
         # Whole times: the edges within 2.5 seconds are those within 2.
-        return int(np.floor(self.window))
+        return int(np.floor(span))
 
     def _roots(self, nodes: Any, times: Any) -> tuple[Tensor, Tensor]:
         device, dtype = self.graph.device, self.graph.time_dtype
