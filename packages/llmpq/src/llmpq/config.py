@@ -201,6 +201,11 @@ class Workload:
         """Prompts, and tokens of the longest one, of each batch that memory has to hold."""
         return (*self.waves, (self.num_prompts, self.prompt_tokens))
 
+    @property
+    def most_prompts(self) -> int:
+        """Prompts of the largest batch."""
+        return max(rows for rows, _ in self.batches)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Quality:

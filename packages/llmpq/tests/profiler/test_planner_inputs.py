@@ -73,9 +73,16 @@ def test_noise_of_8_bit_products_is_added_to_that_of_rounding(profiled, monkeypa
     np.testing.assert_allclose(noise[:, 0], factor * np.arange(1.0, 6.0))
 
 
-def test_the_batch_of_most_tokens_is_planned_and_memory_for_all(profiled, monkeypatch):
+@pytest.mark.parametrize(
+    ("lengths", "planned", "other"),
+    [
+        ([4] * 7 + [90], (7, 4), (1, 90)),  # micro-batches of 1 prompt would be small for 7
+        ([90] * 4 + [4] * 4, (4, 90), (4, 4)),
+    ],
+)
+def test_one_batch_is_planned_and_memory_for_all(profiled, monkeypatch, lengths, planned, other):
     model, folder = profiled
-    lines = [{"token_ids": [5] * length} for length in [4] * 7 + [90]]
+    lines = [{"token_ids": [5] * length} for length in lengths]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     profile = mock.Mock(spec=Profile, devices=[])
     monkeypatch.setattr(planner_inputs, "profile_cluster", lambda *args, **settings: profile)
@@ -85,18 +92,19 @@ def test_the_batch_of_most_tokens_is_planned_and_memory_for_all(profiled, monkey
     )  # fmt: skip
     assert inputs is not None
     spec, _, noise, workload, quality = inputs.given
-    assert set(workload.batches) == {(7, 4), (1, 90)}
-    assert (workload.num_prompts, workload.prompt_tokens) == (1, 90)
-    assert inputs.planned_texts == [[5] * 4]
-    short = replace(workload, num_prompts=7, prompt_tokens=4)
+    assert set(workload.batches) == {planned, other}
+    assert (workload.num_prompts, workload.prompt_tokens) == planned
+    assert inputs.planned_texts == [[5] * planned[1]] * planned[0]
     settings = {"costs": FreeCosts((4,), [10**9]), "noise": noise, "quality": quality, "bits": (4,)}
-    one, other = (
-        Candidates(model=spec, workload=each, group_size=-1, dtype="float32", **settings)
-        for each in (workload, short)
-    )
-    assert one.kv_bytes(7) == other.kv_bytes(7) == 2 * spec.kv_bytes(1, 92)
-    rooms = [each.problem((0,), (1, 7)).memory_bytes[0] for each in (one, other)]
-    assert rooms[0] == rooms[1] == 10**9 - 2 * spec.activation_bytes(1, 90)
+    for rows, tokens in (planned, other):
+        each = replace(workload, num_prompts=rows, prompt_tokens=tokens)
+        candidates = Candidates(
+            model=spec, workload=each, group_size=-1, dtype="float32", **settings
+        )
+        problem = candidates.problem((0,), (1, rows))
+        largest = max(rows * (tokens + 2) for rows, tokens in (planned, other))
+        assert problem.kv_bytes[0] == 2 * spec.kv_bytes(1, largest)
+        assert problem.memory_bytes[0] == 10**9 - 2 * spec.activation_bytes(1, 90)
 
 
 @pytest.mark.slow

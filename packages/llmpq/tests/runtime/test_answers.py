@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -223,6 +224,15 @@ def test_one_run_writes_a_file_and_a_killed_one_blocks_nobody(tmp_path):
     assert not (tmp_path / "empty.jsonl").exists(), "what holds nothing is removed"
     with AnswerFile("/dev/null") as nowhere:
         nowhere.write([asked], [[5]], "x", None)
+
+
+def test_what_a_filling_disk_takes_a_part_of_is_written_whole(tmp_path):
+    """A raw write may take some bytes and raise nothing."""
+    path, asked = tmp_path / "answers.jsonl", Request("a", 0, (3, 4))
+    with AnswerFile(path) as file, mock.patch.object(file, "_file", wraps=file._file) as raw:
+        raw.write.side_effect = lambda data: os.write(raw.fileno(), bytes(data)[:7])
+        file.write([asked], [[5, 2]], "x", None)
+    assert find_unanswered([asked], path, "x") == []
 
 
 def test_a_long_prompt_pads_no_others_and_answers_stay(model, three, tmp_path):

@@ -191,7 +191,7 @@ class Candidates:
             prefill_s=np.broadcast_to(np.array([one[0] for one in times]), whole),
             decode_s=np.broadcast_to(np.array([one[1] for one in times]), whole),
             weight_bytes=np.broadcast_to(weights, (layers, weights.size)),
-            kv_bytes=np.full(layers, self.kv_bytes(workload.num_prompts)),
+            kv_bytes=np.full(layers, self.kv_bytes(workload.most_prompts)),
             memory_bytes=np.array([costs.memory_bytes(device) - temporary for device in order]),
             noise=self.noise,
             num_prefill=-(-workload.num_prompts // prefill),
@@ -238,7 +238,7 @@ class Candidates:
         """What is short, and the largest batch that would fit."""
         text = problem.explain_shortage()
         smallest = min(self.weight_bytes(bits) for bits in self.bits)
-        for prompts in range(self.workload.num_prompts - 1, 0, -1):
+        for prompts in range(self.workload.most_prompts - 1, 0, -1):
             each = smallest + self.kv_bytes(prompts)
             temporary = self.problem(self.orders[0], (1, 1)).memory_bytes
             held = [int(max(room, 0) // each) for room in temporary]

@@ -110,7 +110,8 @@ def explain(result: PlanResult) -> str:
     limit = "" if problem.max_noise is None else f" of {problem.max_noise:.4g} allowed"
     lines.append(f"expected loss: {result.nats:.4g} nats a token{limit}")
     lines.append(
-        f"predicted: {result.seconds:.4g} s for the batch, {result.tokens_per_s:.4g} tokens/s"
+        f"predicted: {result.seconds:.4g} s for a batch of {result.workload.num_prompts} prompts of "
+        f"{result.workload.prompt_tokens} tokens, {result.tokens_per_s:.4g} tokens/s"
     )
     if result.lower_bound > 0:
         proven = "" if result.is_optimal else " (the gap asked for is not proven)"

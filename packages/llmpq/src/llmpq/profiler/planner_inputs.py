@@ -55,10 +55,10 @@ class PlannerInputs:
 
     @property
     def planned_texts(self) -> list[list[int]]:
-        """Token ids of prompts that the planned batch may hold, as many as it has at most."""
+        """Token ids of the prompts of the planned batch, the longest first."""
         workload = self.given[3]
         usable = [ids for ids in self.texts if len(ids) <= workload.prompt_tokens]
-        return usable[: workload.num_prompts]
+        return sorted(usable, key=len, reverse=True)[: workload.num_prompts]
 
     def plan_by(self, make: Callable[..., PlanResult], noise: np.ndarray) -> PlanResult:
         """Calls `plan` or `plan_baseline` with these inputs, and this noise in place of what was measured."""
@@ -188,9 +188,12 @@ def loss_of_plans(
 
 
 def _workload(lengths: Sequence[int], num_prompts: int, new_tokens: int) -> Workload:
-    """The batch to plan for: of the waves in which prompts will be answered, the one of most tokens."""
+    """Chooses the batch to plan for: of the waves that are at least half full, the one of most tokens."""
     waves = {(len(wave), lengths[wave[0]]) for wave in cut_waves(lengths, num_prompts, new_tokens)}
-    rows, tokens = max(waves, key=lambda wave: (wave[0] * (wave[1] + new_tokens), wave))
+    # Micro-batches are sized for it: those of a few long prompts would be too small for all others.
+    most_rows = max(rows for rows, _ in waves)
+    full = [wave for wave in waves if 2 * wave[0] >= most_rows]
+    rows, tokens = max(full, key=lambda wave: (wave[0] * (wave[1] + new_tokens), wave))
     return Workload(
         num_prompts=rows, prompt_tokens=tokens, new_tokens=new_tokens, waves=tuple(sorted(waves))
     )

@@ -117,8 +117,9 @@ class AnswerFile:
                 record["answer"] = decode(list(token_ids))
             lines.append(json.dumps(record, ensure_ascii=False) + "\n")
         with naming_full_disk(self.path):
-            self._file.write("".join(lines).encode())
-            self._file.flush()
+            rest = memoryview("".join(lines).encode())
+            while rest:  # a disk that fills up takes a part
+                rest = rest[self._file.write(rest) :]
             with suppress(OSError):  # a pipe or a device has no disk
                 os.fsync(self._file.fileno())
 

@@ -8,6 +8,7 @@ import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from safetensors.torch import load_file, save_file
+from torch import nn
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
 from llmpq.planner.plan import Plan, Stage
@@ -19,9 +20,11 @@ from llmpq.runtime.loader import (
     load_stage,
     load_unrounded,
 )
+from llmpq.runtime.weights import files
+from llmpq.runtime.weights.files import digest_file
 from shared.errors import ConfigError, DataError
 
-from ..tiny_models import make
+from ..tiny_models import FAMILIES, make
 
 Q = "model.layers.1.self_attn.q_proj"
 IDS = torch.arange(3, 15)[None]
@@ -229,3 +232,27 @@ def test_a_digest_tells_a_single_number_apart_and_no_names_of_files(model, tmp_p
     weight[3, 3] += 1e-4
     change(model, {f"{Q}.weight": weight})
     assert digest_weights(model, plan) != first
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_names_tell_matrices_from_embeddings(family, tmp_path):
+    model = load_unrounded(make(family, tmp_path / family))
+    kinds = {name: type(module) for name, module in model.named_modules()}
+    for name, kind in kinds.items():
+        if issubclass(kind, (nn.Linear, nn.Embedding)):
+            assert files.is_matrix(name) == issubclass(kind, nn.Linear), name
+
+
+def test_a_digest_counts_every_block_and_their_order(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "_BLOCK_BYTES", 64)
+    path, data = tmp_path / "codes", torch.arange(200, dtype=torch.uint8).numpy()
+    digests = set()
+    for changed in (None, 0, 63, 64, 130, 199):
+        other = data.copy()
+        if changed is not None:
+            other[changed] ^= 1
+        path.write_bytes(other.tobytes())
+        digests.add(digest_file(path))
+    path.write_bytes(data[64:].tobytes() + data[:64].tobytes())
+    digests.add(digest_file(path))
+    assert len(digests) == 7

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import struct
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,13 +17,12 @@ from torch import Tensor, nn
 from llmpq.runtime.weights.quantization import Quantization, read_quantization
 from shared.errors import ConfigError, DataError
 from shared.files import read_json, read_model_config
+from shared.kernels import digest
 
-__all__ = ["WeightFiles", "digest_file", "open_weights"]
+__all__ = ["WeightFiles", "digest_file", "is_matrix", "open_weights", "read_header"]
 
 _BLOCK_BYTES = 8 << 20
 """Bytes of a tensor above which it is read some rows at a time."""
-_HASHED_BYTES = 64 << 20
-"""Bytes of a file that one thread hashes at a time."""
 _MOST_HEADER_BYTES = 1 << 30
 _FLOATS = ("F64", "F32", "F16", "BF16")
 """Types of weights that are numbers by themselves; those of 8 bits are codes, to which a scale belongs."""
@@ -106,7 +103,7 @@ class WeightFiles:
             module = name.removesuffix(".weight")
             stored = {part: self._read_plain(f"{module}.{part}") for part in parts}
             assert self._quantization is not None, "it named the parts"
-            return self._quantization.decompress(module, stored, _is_matrix(module))
+            return self._quantization.decompress(module, stored, is_matrix(module))
         self._check_type(self._known(name))
         return self._read_plain(name)
 
@@ -199,15 +196,11 @@ class WeightFiles:
 
         All bytes are read: a model that differs in a single number has other digits.
         """
-        entries = []
-        for name in sorted(self._headers):
-            file, entry = self._folder / self._file_of[name], self._headers[name]
-            entries.append((name, entry["dtype"], entry["shape"], file, entry["range"]))
         found = hashlib.sha256()
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            hashes = pool.map(lambda entry: _hash_range(entry[3], *entry[4]), entries)
-            for (name, dtype, shape, *_), hashed in zip(entries, hashes, strict=True):
-                found.update(json.dumps([name, dtype, shape, hashed]).encode())
+        for name in sorted(self._headers):
+            entry = self._headers[name]
+            digits = _digest_range(self._folder / self._file_of[name], *entry["range"])
+            found.update(json.dumps([name, entry["dtype"], entry["shape"], digits]).encode())
         return found.hexdigest()
 
     def release(self) -> None:
@@ -233,7 +226,7 @@ class WeightFiles:
         # A matrix that the description covers may have been left plain, as a head often is.
         if not any(self.has(f"{module}.{part}") for part in ("weight_scale", "weight_packed")):
             return []
-        return self._quantization.needs(module, _is_matrix(module))
+        return self._quantization.needs(module, is_matrix(module))
 
     def _check_type(self, known: str) -> None:
         dtype = self._headers.get(known, {"dtype": "F32"})["dtype"]
@@ -284,7 +277,8 @@ class WeightFiles:
         return self._open[name]
 
 
-def _is_matrix(module: str) -> bool:
+def is_matrix(module: str) -> bool:
+    """Tells matrices from embeddings, whose names say so in every family."""
     return "embed" not in module.rpartition(".")[2]
 
 
@@ -327,19 +321,23 @@ def read_header(path: Path) -> dict[str, dict[str, Any]]:
 
 def digest_file(path: str | Path) -> str:
     """64 hexadecimal digits of a file's content."""
-    return _hash_range(Path(path), 0, Path(path).stat().st_size)
+    return _digest_range(Path(path), 0, Path(path).stat().st_size)
 
 
-def _hash_range(path: Path, low: int, high: int) -> str:
+def _digest_range(path: Path, low: int, high: int) -> str:
+    """Digests some bytes of a file; a cryptographic digest would take four times as long."""
     found = hashlib.sha256()
+    block = torch.empty(min(_BLOCK_BYTES, high - low), dtype=torch.uint8)
     with open(path, "rb") as file:
         file.seek(low)
         while low < high:
-            data = file.read(min(_HASHED_BYTES, high - low))
-            if not data:
-                break
-            found.update(data)
-            low += len(data)
+            part = block[: high - low]
+            if file.readinto(memoryview(part.numpy())) < len(part):
+                raise DataError(
+                    f"{path}: expected {high:,} bytes, but it was cut short while it was read"
+                )
+            found.update(digest.digest(part).to_bytes(8, "little"))
+            low += len(part)
     return found.hexdigest()
 
 

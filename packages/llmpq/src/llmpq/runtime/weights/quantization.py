@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from llmpq.checks import is_first_rank
 from shared.errors import ConfigError, DataError
 from shared.files import read_model_config
 
@@ -81,7 +82,7 @@ class Quantization:
             )
             if is_asked
         ]  # fmt: skip
-        if rounded:
+        if rounded and is_first_rank():
             _tell_unrounded(where, " and ".join(rounded))
 
     def describes(self, module: str, part: str) -> bool:
@@ -179,7 +180,7 @@ def read_quantization(folder: str | Path) -> Quantization | None:
 
 @lru_cache(maxsize=64)
 def _tell_unrounded(where: str, what: str) -> None:
-    """Logs once for each model what engines that follow its description round too."""
+    """Logs once for each model what engines that follow its description round too; rank 0 speaks for all."""
     _LOG.warning(
         "%s: the model was made to round %s too; they are not rounded here, so that answers may differ "
         "from those of engines that do",
