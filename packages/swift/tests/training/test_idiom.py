@@ -31,9 +31,11 @@ class Net(torch.nn.Module):
         return self.last(hidden)
 
 
-def build(**settings):
+def build(is_frozen=False, **settings):
     run = SimpleNamespace(rank=Group.world().rank, world_size=2, reads_whole_batches=False)
     model = Net()
+    for parameter in (*model.first.parameters(), *model.norm.parameters()):
+        parameter.requires_grad_(not is_frozen)
     opt = swift.undoable(torch.optim.SGD(model.parameters(), 0.05, momentum=0.9))
     dp = swift.DataParallel(model, opt, run, bucket_mb=3e-4, **settings)
     dp.regroup(Group.world())
@@ -134,6 +136,21 @@ def clipped(model, opt, dp, step):
     opt.step()
 
 
+def thawed(model, opt, dp, step):
+    """Trains what was frozen when it was given to DataParallel, and only that."""
+    for layer in (model.first, model.norm, model.sometimes, model.last):
+        layer.requires_grad_(layer is model.first)
+    clipped(model, opt, dp, step)
+
+
+def train_thawed(is_frozen):
+    model, opt, dp = build(is_frozen=is_frozen)
+    dp.begin(0)
+    thawed(model, opt, dp, 0)
+    dp.finish(0)
+    return digest(one.detach() for one in model.parameters())
+
+
 def train(step_fn, **settings):
     model, opt, dp = build(**settings)
     next(losses_of(dp, 0)).backward()  # a try before the first step leaves nothing
@@ -198,6 +215,14 @@ def moves_a_frozen_copy(model, opt, dp, step):
     model.frozen.data += Group.world().rank
 
 
+def by_a_second_optimizer(model, opt, dp, step):
+    elsewhere = torch.nn.Parameter(torch.ones(1))
+    elsewhere.grad = torch.ones(1)
+    torch.optim.SGD([elsewhere], 0.1).step()  # it may do what it likes with what is not ours
+    plain(model, opt, dp, step)
+    torch.optim.SGD(model.last.parameters(), 0.1).step()
+
+
 def has_a_frozen_copy():
     run = SimpleNamespace(rank=Group.world().rank, world_size=2, reads_whole_batches=False)
     model = Net()
@@ -241,11 +266,13 @@ def do_all():
             torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)
     return {
         **found,
+        "thawed": [train_thawed(False), train_thawed(True)],
         "scaled": [scale(False), scale(True)],
         "refused": [
             refuse(DataError, without_step),
             refuse(ConfigError, by_both),
             refuse(DataError, writes_aside),
+            refuse(ConfigError, by_a_second_optimizer),
             has_a_frozen_copy(),
         ],
         "repeated": [repeat(True), repeat(False)],
@@ -257,7 +284,7 @@ def found(two_ranks):
     return two_ranks.run(do_all).results
 
 
-@pytest.mark.parametrize("name", ["own", "parts", "clipped"])
+@pytest.mark.parametrize("name", ["own", "parts", "clipped", "thawed"])
 def test_torchs_backward_and_step_give_the_same_bits_on_all_ranks(found, name):
     assert len({digest for ranks in found for digest in ranks[name]}) == 1
 
@@ -268,13 +295,14 @@ def test_a_step_that_a_scaler_leaves_out_is_done(found):
 
 def test_what_parts_the_ranks_is_refused_in_the_first_step_that_shows_it(found):
     for ranks in found:
-        no_step, both, written, frozen = ranks["refused"]
+        no_step, both, written, second, frozen = ranks["refused"]
         assert "step 0: expected one update, got parameters with [0] steps" in no_step
         assert "optimizer.step() of swift.undoable's optimizer" in no_step
         assert "expected either dp.backward(loss) or loss.backward() in a step, got both" in both
         text = "expected equal parameters on all ranks, got another {} on ranks [1] than on rank 0"
         assert f"step 1: {text.format('last.bias')}" in written
         assert f"step 0: {text.format('frozen')}" in frozen
+        assert "last.weight: expected steps by swift.undoable's SGD alone, got one by ano" in second
 
 
 def test_a_repeated_step_with_other_gradients_is_said(found):

@@ -181,8 +181,13 @@ class Averager:
         for at, bucket in enumerate(self.buckets):
             for slot, index in enumerate(bucket.indices):
                 parameter = parameters[index]
-                if parameter.requires_grad:
-                    parameter.register_post_accumulate_grad_hook(self._hook(at, slot))
+                if not (parameter.is_floating_point() or parameter.is_complex()):
+                    continue
+                # A frozen one too, as it may be trained later. A hook needs the flag, and outlasts it.
+                requires_grad = parameter.requires_grad
+                parameter.requires_grad_(True)
+                parameter.register_post_accumulate_grad_hook(self._hook(at, slot))
+                parameter.requires_grad_(requires_grad)
 
     def join(self, replicas: Group) -> bool:
         """Takes the ranks over which to average; the messages of those before have failed.

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shared.comms import Group
 from shared.comms.collectives import all_reduce, broadcast
@@ -122,6 +124,7 @@ class DataParallel:
         self._compare_every = compare_every
         self._num_steps = 0  # of this world
         self._torn: Sample | None = None
+        self._guard: Any = None  # of the step that has begun
         optimizer.hand_over_steps(self._step)
         self._averager.take_gradients(optimizer.parameters)
 
@@ -298,6 +301,7 @@ class DataParallel:
     def regroup(self, group: Group) -> None:
         """See `Trainable`."""
         self._num_steps = 0
+        self._remove_guard()
         if self._torn is None or self._torn.step != self._averager.sample.step:
             self._torn = self._averager.sample
         self._world = self._replicas = group
@@ -333,6 +337,7 @@ class DataParallel:
         self._rest.keep(step)
         world = _joined(self._world)
         self._averager.begin(Sample(step, (world.rank, world.world_size)))
+        self._guard = register_optimizer_step_pre_hook(self._refuse_second)
 
     def finish(self, step: int) -> str | None:
         """See `Trainable`.
@@ -340,6 +345,7 @@ class DataParallel:
         Raises:
             DataError: the step function has not updated exactly once, or ranks have other parameters.
         """
+        self._remove_guard()
         if set(self.optimizer.marks) == {step} and self._is_left_out():
             self._drop_gradients()
             self.optimizer.update(range(len(self._names)))
@@ -363,6 +369,25 @@ class DataParallel:
             return None
         torn, self._torn = self._torn, None
         return self._averager.sample.describe_difference(torn)
+
+    def _refuse_second(self, other: Optimizer, *_: Any) -> None:
+        """Refuses the step of another optimizer over our parameters."""
+        ours = self.optimizer.optimizer
+        # A step of some parameters runs on a copy with the same state; a wrapper may step what it holds.
+        if other.state is ours.state or any(other is value for value in vars(ours).values()):
+            return
+        stepped = {id(one) for group in other.param_groups for one in group["params"]}
+        for name, parameter in zip(self._names, self.optimizer.parameters, strict=True):
+            if id(parameter) in stepped:
+                raise ConfigError(
+                    f"{name}: expected steps by swift.undoable's {type(ours).__name__} alone, got one by "
+                    f"another {type(other).__name__}, which is not undone or sent to a newcomer; give all "
+                    f"parameters to one optimizer, in groups of their own settings"
+                )
+
+    def _remove_guard(self) -> None:
+        if self._guard is not None:
+            self._guard.remove()
 
     def _is_left_out(self) -> bool:
         """Whether the step function means to change nothing, as GradScaler does of infinite gradients."""
