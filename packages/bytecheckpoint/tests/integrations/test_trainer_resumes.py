@@ -1,5 +1,6 @@
 """Trainer runs that are killed and resumed, beside the run that nothing interrupts."""
 
+import gc
 import os
 import random
 
@@ -28,6 +29,9 @@ class Model(nn.Module):
 
     def forward(self, input_ids, labels):
         return {"loss": (self.layers(input_ids).mean((1, 2)) - labels).square().mean()}
+
+    def floating_point_ops(self, inputs):
+        return inputs["input_ids"].numel()
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +107,7 @@ def run(folder, rows, *, kill_step=None, saving=None, sampler=None, callbacks=()
 
 
 def assert_resumes(folder, rows, kill_step, saving, resumed_at, **options):
+    """Compares a resumed run with one that nothing interrupts, and returns the latter's Trainer."""
     whole, weights, rates = run(folder / "whole", rows, **options)
     run(folder, rows, kill_step=kill_step, saving=saving, **options)
     again, resumed, later_rates = run(folder, rows, saving=saving, **options)
@@ -114,6 +119,7 @@ def assert_resumes(folder, rows, kill_step, saving, resumed_at, **options):
     assert again.state.total_flos == whole.state.total_flos
     steps = [[entry["step"] for entry in one.state.log_history] for one in (whole, again)]
     assert steps[0] == steps[1]
+    return whole
 
 
 GROUPED = {"train_sampling_strategy": "group_by_length"}
@@ -198,15 +204,25 @@ def test_samplers_that_draw_from_a_global_generator_keep_their_order(tmp_path, r
 
 
 def test_callbacks_that_keep_a_state_get_it_back_where_the_trainer_restores_them(tmp_path, rows):
+    class Freezer(transformers.TrainerCallback):
+        """As programs do before they fork: the collector no longer lists what exists."""
+
+        def on_init_end(self, *args, **objects):
+            gc.freeze()
+
     options = {
-        "callbacks": [lambda: transformers.EarlyStoppingCallback(3)],
+        "callbacks": [lambda: transformers.EarlyStoppingCallback(3), Freezer],
         "eval_strategy": "steps",
         "eval_steps": 2,
         "metric_for_best_model": "loss",
         "greater_is_better": True,  # the loss falls, so that no evaluation is better
         "restore_callback_states_from_checkpoint": True,
     }
-    assert_resumes(tmp_path, rows, 6, {"every_n_steps": 4}, 4, **options)
+    try:
+        whole = assert_resumes(tmp_path, rows, 6, {"every_n_steps": 4}, 4, **options)
+    finally:
+        gc.unfreeze()
+    assert whole.state.global_step < NUM_ROWS, "it stopped early"
 
 
 def test_a_killed_first_save_and_a_run_that_ended_resume(tmp_path, rows):

@@ -105,6 +105,15 @@ def test_tensors_and_keys_of_the_state_itself_are_still_checked(tmp_path):
             bcp.load(tmp_path / "c", state)
 
 
+def test_a_number_as_key_is_not_replaced_by_its_text(tmp_path):
+    bcp.save(tmp_path / "c", {"x": {"1": "text"}})
+    state = {"x": {1: "number"}}
+    with pytest.raises(DataError, match=r"x\.1: not in the checkpoint"):
+        bcp.load(tmp_path / "c", state)
+    bcp.load(tmp_path / "c", state, strict=False)
+    assert state == {"x": {1: "number"}}
+
+
 class Count:
     """An object whose state differs by rank, which does not say so."""
 

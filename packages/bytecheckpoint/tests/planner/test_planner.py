@@ -379,7 +379,13 @@ def test_replicas_are_the_large_boxes_that_several_ranks_hold():
     own = [("cut", "float32", (3, 20_000), Box((rank, 0), (1, 20_000))) for rank in range(3)]
     rows = [[*held, own[0]], [own[1], *held], [*held[:1], own[2], *held[2:]]]
     parts = [Pieces.of(rank, of_rank) for rank, of_rank in enumerate(rows)]
-    found = find_replicas(Pieces.merge(parts)).tolist()
-    expected = [[True, True, False, False, False], [False, True, True, False, False]]
-    assert found == [*expected[0], *expected[1], True, False, False, False]
-    assert find_replicas(Pieces.of(0, [])).tolist() == []
+    expected = [
+        [True, True, False, False, False],
+        [False, True, True, False, False],
+        [True, False, False, False],
+    ]
+    # A tree of ranks merges them in other orders too.
+    for merged in (parts, [parts[0], parts[2], parts[1]]):
+        by_rank = find_replicas(Pieces.merge(merged), 3)
+        assert [is_replica.tolist() for is_replica in by_rank] == expected
+    assert [len(rows) for rows in find_replicas(Pieces.of(0, []), 2)] == [0, 0]

@@ -2,6 +2,7 @@
 
 import collections
 import copy
+import math
 
 import numpy as np
 import pytest
@@ -79,6 +80,31 @@ def test_a_value_of_another_class_is_replaced(tmp_path):
     assert is_same(state["x"], {"words": words, "pair": (1, 2), "size": sizes})
 
 
+def test_dictionaries_get_the_order_that_was_saved(tmp_path):
+    order = collections.OrderedDict(b=1, a=2)
+    bcp.save(tmp_path / "c", {"x": {"order": order}})
+    state = {"x": {"order": collections.OrderedDict(later=0, a=2, b=1)}}
+    bcp.load(tmp_path / "c", state)
+    assert is_same(state["x"]["order"], order)
+
+
+class Range(tuple):
+    """A class of tuples that is made of two numbers."""
+
+    def __new__(cls, low, high):
+        return super().__new__(cls, (low, high))
+
+
+def test_tuples_that_cannot_be_made_are_refused_before_anything_is_loaded(tmp_path):
+    bcp.save(tmp_path / "c", {"t": torch.ones(2), "x": {"y": Range(1, 2)}})
+    state = {"t": torch.zeros(2), "x": {"y": Range(1, 3)}}
+    with pytest.raises(
+        DataError, match=r"x\.y: expected a tuple whose class takes its items, got Range: .*plain"
+    ):
+        bcp.load(tmp_path / "c", state)
+    assert is_same(state, {"t": torch.zeros(2), "x": {"y": Range(1, 3)}})
+
+
 def test_a_scheduler_with_counted_milestones_goes_on(tmp_path):
     def build():
         optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
@@ -104,6 +130,8 @@ REFUSED = {
     "masked": (np.ma.masked_array([1, 2], mask=[0, 1]), r"h\.value: .*MaskedArray"),
     "records": (np.rec.array([(1, 2)]), r"h\.value: .*recarray"),
     "backwards": (np.arange(4)[::-1], r"h\.value: .*ascontiguousarray"),
+    "nan as a key": ({math.nan: 1}, r"h\.value: expected keys .* got nan"),
+    "nan of numpy": ({np.float32("nan"): 1}, r"h\.value: expected keys .* got nan"),
     "byte order": (np.arange(4, dtype=">i4"), r"h\.value: .*byte order.*newbyteorder"),
 }
 
@@ -126,15 +154,19 @@ def test_what_an_object_gives_is_refused_where_it_could_not_come_back(tmp_path, 
     ids=["own dict", "empty", "namedtuple", "lambda"],
 )
 def test_own_classes_are_filled_where_the_state_has_one(tmp_path, value, stale):
-    bcp.save(tmp_path / "c", {"x": {"y": value}})
-    state = {"x": {"y": stale}}
+    bcp.save(tmp_path / "c", {"t": torch.ones(2), "x": {"y": value}})
+    state = {"t": torch.zeros(2), "x": {"y": stale}}
     bcp.load(tmp_path / "c", state)
     assert type(state["x"]["y"]) is type(value)
     assert state["x"]["y"] == value
     for other in ({"x": {"y": None}}, {"x": {}}, {"x": {"y": {"a": 0}}}):
+        tensor = torch.zeros(2)
         before = copy.deepcopy(other)
-        with pytest.raises(DataError, match=f"expected a .*{type(value).__name__}.* to load"):
-            bcp.load(tmp_path / "c", other)
+        with pytest.raises(
+            DataError, match=rf"x\.y: expected a .*{type(value).__name__}.* to load"
+        ):
+            bcp.load(tmp_path / "c", {"t": tensor} | other)
         assert other == before
+        assert not tensor.any(), "refused before anything is loaded"
     with bcp.open(tmp_path / "c") as checkpoint:
         assert list(checkpoint.extra["x"]["y"]) == list(value)

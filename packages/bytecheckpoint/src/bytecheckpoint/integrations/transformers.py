@@ -12,7 +12,7 @@ epoch began with, because samplers draw their order from them.
 from __future__ import annotations
 
 import dataclasses
-import gc
+import inspect
 import json
 import logging
 import os
@@ -128,7 +128,7 @@ class CheckpointCallback(TrainerCallback):
         Raises:
             ConfigError: the Trainer did not get the folder that `resume_folder` made.
         """
-        self._trainer = _find_trainer(objects["optimizer"])
+        self._trainer = _find_trainer()
         self._is_due, self._rng = False, None
         self._checkpointer = Checkpointer(self._url, **self._options)
         if self._resume_step is None:
@@ -269,16 +269,19 @@ class CheckpointCallback(TrainerCallback):
         return json.dumps(dataclasses.asdict(state) | kept)
 
 
-def _find_trainer(optimizer: Any) -> Callable[[], Any]:
-    """Finds the Trainer of an optimizer: it gives callbacks no reference to itself or to others.
+def _find_trainer() -> Callable[[], Any]:
+    """Finds the Trainer that calls: it gives callbacks no reference to itself or to others.
 
     Returns:
         A weak reference; it returns None where no Trainer calls the callback.
     """
     from transformers import Trainer
 
-    for candidate in gc.get_objects():
+    frame = inspect.currentframe()
+    while frame is not None:
+        caller = frame.f_locals.get("self")
         # isinstance would ask proxies for their class, which may import.
-        if issubclass(type(candidate), Trainer) and candidate.optimizer is optimizer:
-            return weakref.ref(candidate)
+        if issubclass(type(caller), Trainer):
+            return weakref.ref(caller)
+        frame = frame.f_back
     return lambda: None

@@ -97,7 +97,7 @@ class Restore:
             else:
                 self._decode(nodes[0])
         elif path and nodes and self._is_replaced(value, nodes[0]):
-            return self._decode(nodes[0])
+            return self._decode(nodes[0], path)
         elif isinstance(value, dict) and (value or not path):
             self._dict(path, value, nodes)
         elif isinstance(value, list | tuple) and value:
@@ -107,7 +107,7 @@ class Restore:
         elif isinstance(value, dict) and get_class(nodes[0]) is not None:
             self._dict(path, value, nodes)
         else:
-            return self._decode(nodes[0])
+            return self._decode(nodes[0], path)
         return value
 
     def _is_replaced(self, value: Any, node: Any) -> bool:
@@ -127,13 +127,15 @@ class Restore:
 
     def _dict(self, path: str, value: dict[Any, Any], nodes: list[Any]) -> None:
         self._check_class(path, value, nodes)
-        removed = []
+        saved = self._saved.keys(nodes[:1])
+        # DCP's files have texts in place of numbers: such a key is not another one.
+        texts, removed = {str(key) for key in saved}, []
         for key, item in value.items():
             if isinstance(item, Tensor):
                 continue
             inner = join(path, key)
             own = self._saved.child(inner, nodes, key)
-            if path and not own and _has_only_values(item):
+            if path and not own and str(key) not in texts and _has_only_values(item):
                 self.missing.append(inner)
                 self.replaceable.add(inner)
                 removed.append(key)
@@ -145,17 +147,19 @@ class Restore:
             return
         if self.apply and self._strict:
             self._remove(path, value, removed)
-        saved = self._saved.keys(nodes[:1])
+        known = {str(key) for key in value}
         for key in saved:
             inner = join(path, key)
-            if key in value or self._is_tensor(inner):
+            if key in value or str(key) in known or self._is_tensor(inner):
                 continue
             own = self._saved.child(inner, nodes, key)
             self.unexpected.append(inner)
             if has_only_values(own[0]):
                 self.replaceable.add(inner)
+                # In the first walk too, which refuses classes that cannot be made.
+                decoded = self._decode(own[0], inner)
                 if self.apply:
-                    value[key] = self._decode(own[0])
+                    value[key] = decoded
         if self.apply and _has_only_values(value):
             # In the order that was saved.
             for key in [key for key in saved if key in value]:
@@ -188,16 +192,18 @@ class Restore:
                 self.missing += [join(path, at) for at in range(len(saved), len(value))]
                 self.unexpected += [join(path, at) for at in range(len(value), len(saved))]
                 return value
-            return self._decode(nodes[0]) if nodes else value
+            return self._decode(nodes[0], path) if nodes else value
         items = [
             self.visit(join(path, at), item, self._saved.child(join(path, at), nodes, at))
             for at, item in enumerate(value)
         ]
-        if not self.apply or all(new is old for new, old in zip(items, value, strict=True)):
+        if all(new is old for new, old in zip(items, value, strict=True)):
             return value
         if isinstance(value, tuple):
-            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-        value[:] = items
+            # In the first walk too, which refuses classes that cannot be made.
+            return _make_tuple(path, type(value), items)
+        if self.apply:
+            value[:] = items
         return value
 
     def _module(self, path: str, module: nn.Module, nodes: list[Any]) -> None:
@@ -322,8 +328,13 @@ class Restore:
             if self.apply:
                 value.load_rank_states(decoded, self._rank, self._world_size)
 
-    def _decode(self, tree: Any) -> Any:
-        return decode_tree(tree, self._tensor)
+    def _decode(self, tree: Any, path: str = "") -> Any:
+        try:
+            return decode_tree(tree, self._tensor)
+        except DataError as error:
+            if not path:
+                raise
+            raise DataError(f"{path}: {error}") from error
 
     def _tensor(self, name: str) -> Any:
         """A tensor inside saved values: the user's if there is one, else a new one."""
@@ -354,6 +365,17 @@ def _list_groups(node: dict[str, Any]) -> list[dict[str, Any]]:
         }
         for group in node.get("param_groups", [])
     ]
+
+
+def _make_tuple(path: str, kind: Any, items: list[Any]) -> Any:
+    """Makes a tuple of the class that the state has."""
+    try:
+        return kind(*items) if hasattr(kind, "_fields") else kind(items)
+    except (TypeError, ValueError) as error:
+        raise DataError(
+            f"{path}: expected a tuple whose class takes its items, got {kind.__name__}: "
+            f"{error}; put a plain tuple there"
+        ) from error
 
 
 def _has_only_values(value: Any) -> bool:

@@ -237,14 +237,15 @@ def plan(
     return SavePlan(index=index, ranks=ranks, world_size=world_size)
 
 
-def find_replicas(pieces: Pieces) -> np.ndarray:
+def find_replicas(pieces: Pieces, world_size: int) -> list[np.ndarray]:
     """Finds the boxes that several ranks hold and that a plan takes from more than one of them.
 
     Args:
-        pieces: pieces of all ranks.
+        pieces: pieces of all ranks, each rank's in the order in which it listed them.
+        world_size: number of ranks.
 
     Returns:
-        bool [rows] of the pieces, in their order.
+        For each rank, bool [rows] of its pieces.
     """
     table = pieces.chunks
     columns = (*table.sizes.T[::-1], *table.offsets.T[::-1], table.tensor)
@@ -257,7 +258,11 @@ def find_replicas(pieces: Pieces) -> np.ndarray:
     is_replica[order[:-1][is_same]] = True
     itemsizes = np.array([parse_dtype(name).itemsize for name in pieces.dtypes], dtype=np.int64)
     num_bytes = table.sizes.prod(axis=1) * itemsizes[table.tensor]
-    return is_replica & (num_bytes >= SMALL_BYTES)
+    is_replica &= num_bytes >= SMALL_BYTES
+    # Merging up a tree mixes the ranks, and keeps the order of each rank's rows.
+    by_rank = np.argsort(pieces.owner, kind="stable")
+    first = np.searchsorted(pieces.owner[by_rank], np.arange(1, world_size))
+    return np.split(is_replica[by_rank], first)
 
 
 def _find_distinct(pieces: Pieces) -> tuple[ChunkTable, np.ndarray, np.ndarray]:

@@ -8,6 +8,7 @@ hash, up a tree.
 from __future__ import annotations
 
 from collections.abc import Container
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 import numpy as np
@@ -64,8 +65,9 @@ def check_replicas(
         more = f" (and of {len(ranks) - 1} other boxes or more)" if len(ranks) > 1 else ""
         error = DataError(
             f"{name}: expected equal values of {box} on all ranks that hold it, got different ones "
-            f"on ranks {first} and {second}{more}; look for gradients that are not reduced, or "
-            f"give each rank's values a name of their own"
+            f"on ranks {first} and {second}{more}; look for gradients that are not reduced, "
+            f"broadcast buffers that each rank updates alone, or give each rank's values a name of "
+            f"their own"
         )
     team.agree(error)
 
@@ -76,24 +78,37 @@ def _hash(
     replicas: Container[tuple[str, Box]] | None,
 ) -> tuple[Hashes, dict[int, tuple[str, Box]]]:
     """Rows of (hash of name and box, hash of values, rank), and what the first one stands for."""
-    rows, names = [], {}
-    with torch.no_grad():
-        for name, (_, _, pieces) in tensors.items():
-            for box, values in pieces:
-                if replicas is not None and (name, box) not in replicas:
-                    continue
-                key = xxhash.xxh3_64_intdigest(msgspec.msgpack.encode((name, box)))
-                names[key] = name, box
-                rows.append((key, _hash_values(values.detach()), rank))
+    names, values = {}, []
+    for name, (_, _, pieces) in tensors.items():
+        for box, piece in pieces:
+            if replicas is None or (name, box) in replicas:
+                names[xxhash.xxh3_64_intdigest(msgspec.msgpack.encode((name, box)))] = name, box
+                values.append(piece.detach())
+    rows = [(key, value, rank) for key, value in zip(names, _hash_all(values), strict=True)]
     return np.array(rows, dtype=np.uint64).reshape(-1, 3), names
 
 
+def _hash_all(tensors: list[torch.Tensor]) -> list[int]:
+    """Hashes values on the CPU by as many threads as torch uses, because training waits.
+
+    Others are hashed by this thread, which has the device and the stream that they were made on.
+    """
+    with ThreadPoolExecutor(torch.get_num_threads()) as threads:
+        on_cpu = [
+            threads.submit(_hash_values, t) if t.device.type == "cpu" else None for t in tensors
+        ]
+        return [
+            _hash_values(tensor) if future is None else future.result()
+            for tensor, future in zip(tensors, on_cpu, strict=True)
+        ]
+
+
 def _hash_values(values: torch.Tensor) -> int:
-    plain = values.resolve_conj().resolve_neg()
-    if plain.is_cuda:
+    if values.is_cuda:
         # On the device: nothing is copied to the host.
-        return digest(plain)
-    return xxhash.xxh3_64_intdigest(plain.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        return digest(values)
+    plain = values.resolve_conj().resolve_neg().cpu().contiguous()
+    return xxhash.xxh3_64_intdigest(plain.reshape(-1).view(torch.uint8).numpy().data)
 
 
 def _decode(data: bytes) -> Hashes:

@@ -381,16 +381,12 @@ class Saver:
         pieces = planner.Pieces.decode(listed.pieces)
         plan = planner.plan(pieces, self.team.world_size, aliases=listed.aliases)
         token = secrets.token_bytes(16)
-        is_replica = planner.find_replicas(pieces)
-        # Merging keeps the order of each rank's rows.
-        by_rank = np.argsort(pieces.owner, kind="stable")
-        first = np.searchsorted(pieces.owner[by_rank], np.arange(self.team.world_size + 1))
+        replicas = planner.find_replicas(pieces, self.team.world_size)
+        has_replicas = any(rows.any() for rows in replicas)
         parts = []
-        for rank in range(self.team.world_size):
-            mine = is_replica[by_rank[first[rank] : first[rank + 1]]]
-            planned = _Planned(
-                token, plan.part(rank).encode(), np.packbits(mine).tobytes(), bool(is_replica.any())
-            )
+        for rank, rows in enumerate(replicas):
+            packed = np.packbits(rows).tobytes()
+            planned = _Planned(token, plan.part(rank).encode(), packed, has_replicas)
             parts.append(msgspec.msgpack.encode(planned))
         return plan.index.encode(), parts
 

@@ -126,6 +126,9 @@ def has_only_values(tree: Any) -> bool:
 
 def encode_dict(items: Mapping[Any, Any], path: str = "") -> Any:
     """A dictionary whose values are encoded already; the path is for errors."""
+    if any(isinstance(key, float | np.floating) and math.isnan(key) for key in items):
+        # No two of them are equal, so that none is ever loaded into another.
+        raise DataError(f"{path}: expected keys that are equal to themselves, got nan; rename it")
     if all(isinstance(key, str) and not key.startswith("$") for key in items):
         return dict(items)
     return {"$dict": [[encode_leaf(key, f"{path}, a key"), value] for key, value in items.items()]}
