@@ -92,7 +92,12 @@ class LocalStorage:
             suppress(FileNotFoundError, NotADirectoryError),
             os.scandir(self._make_full(path)) as found,
         ):
-            return {entry.name: entry.stat().st_size for entry in found if entry.is_file()}
+            # `entry.is_file()` raises for links in a circle.
+            return {
+                entry.name: entry.stat().st_size
+                for entry in found
+                if entry.is_file(follow_symlinks=False) or os.path.isfile(entry.path)
+            }
         return {}
 
     def list(self, path: str) -> list[str]:
@@ -281,11 +286,11 @@ def _make_folder(path: str) -> None:
                 f"expected a folder at {path}, got a link to {os.path.realpath(path)}, which does "
                 f"not exist; mount its disk, make that folder, or choose another path"
             ) from None
-        if os.path.isfile(path):
+        if not os.path.isdir(path):
             raise ConfigError(
                 f"expected a folder at {path}, got a file; choose another path"
             ) from None
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         _make_folder(os.path.dirname(path))
         _make_folder(path)
 
