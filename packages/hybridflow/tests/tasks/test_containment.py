@@ -4,6 +4,7 @@ import builtins
 import contextlib
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import pytest
 import torch
 
 from hybridflow.algorithms.dataflow import score_batch
-from hybridflow.tasks.containment import Containment, time_limit
+from hybridflow.tasks.containment import Containment
 from hybridflow.tasks.rewards import Reward, RewardOptions, reward
 from hybridflow.tasks.tokenizers import CharTokenizer
 from hybridflow.training.sources import find_reward
@@ -95,6 +96,11 @@ CHANGING = {
     "builtin": ("import builtins; builtins.len = lambda _: 3", lambda: builtins.len),
     "no builtin": ("import builtins; del builtins.sorted", lambda: builtins.sorted),
     "function of os": ("import os; os.getpid = None; os.remove = None", lambda: (os.getpid, os.remove)),
+    "guards": (
+        ("import shutil, signal, subprocess, time\n"
+        "shutil.rmtree = subprocess.Popen = signal.setitimer = signal.signal = time.monotonic = None"),
+        lambda: (shutil.rmtree, subprocess.Popen, signal.setitimer, signal.signal, time.monotonic),
+    ),
     "sys.path": ("import sys; sys.path.insert(0, '/x')", lambda: list(sys.path)),
     "recursion limit": ("import sys; sys.setrecursionlimit(5000)", sys.getrecursionlimit),
     "trace": ("import sys; sys.settrace(lambda *_: None)", sys.gettrace),
@@ -121,10 +127,24 @@ CHANGING = {
     ),
     "gradients": ("import torch; torch.set_grad_enabled(False)", torch.is_grad_enabled),
     "dtype": ("import torch; torch.set_default_dtype(torch.float64)", torch.get_default_dtype),
+    "deterministic": (
+        "import torch; torch.set_deterministic_debug_mode(1)",
+        torch.get_deterministic_debug_mode,
+    ),
     "threads": ("import torch; torch.set_num_threads(3)", torch.get_num_threads),
     "stdout": ("import sys; sys.stdout.close()", lambda: (sys.stdout, sys.stdout.closed)),
     "detached": ("import sys; sys.stdout.detach()", lambda: (sys.stdout, sys.stdout.closed)),
     "no stderr": ("import sys; sys.stderr = None", lambda: sys.stderr),
+    "buffer": ("import sys; sys.stdout.buffer.close()", lambda: (sys.stdout, sys.stdout.closed)),
+    "other wrapper": (
+        ("import gc, io, sys\n"
+        "sys.stdout = io.TextIOWrapper(sys.stdout.buffer); sys.stdout = None; gc.collect()"),
+        lambda: (sys.stdout, sys.stdout.closed),
+    ),
+    "entered": (
+        "import sys\nwith sys.stdout as out: print(end='', file=out)",
+        lambda: (sys.stdout, sys.stdout.closed),
+    ),
     "first stdout": ("import sys; sys.__stdout__.close()", lambda: sys.__stdout__.closed),
     "stdin": ("import sys; sys.stdin.close()", lambda: (sys.stdin, sys.stdin.closed)),
     "files": (
@@ -244,57 +264,27 @@ assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 5
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 6
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        "import signal; signal.signal(signal.SIGALRM, lambda *_: None); signal.alarm(9)",
-        "import signal; signal.setitimer(signal.ITIMER_REAL, 0)",
-        "",
-    ],
-    ids=["own alarm", "no alarm", "plain"],
-)
-@pytest.mark.parametrize("swallows", [False, True])
-def test_a_time_limit_holds_whatever_alarm_code_sets(code, swallows):
-    wait = "import time; time.sleep(5)"
-    if swallows:
-        wait = f"for _ in range(3):\n    try: {wait}\n    except BaseException: pass"
-    start = time.monotonic()
-    assert scores_of("pass", f"{code}\n{wait}", "pass", time_limit_s=0.2) == [1, 0, 1]
-    assert time.monotonic() - start < 3
+def test_a_programs_own_timer_goes_on_ringing_while_calls_are_shorter():
+    rings = []
+    before = signal.signal(signal.SIGALRM, lambda *_: rings.append(1))
+    signal.setitimer(signal.ITIMER_REAL, 0.02, 0.02)
+    try:
+        assert scores_of(*["import time; time.sleep(0.005)"] * 40) == [1] * 40
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert len(rings) > 3
 
 
-def test_an_alarm_of_codes_own_rings_within_a_time_limit():
-    code = """
-import signal, time
-def late(*_): raise TimeoutError
-before = signal.signal(signal.SIGALRM, late)
-signal.setitimer(signal.ITIMER_REAL, 0.05)
-try: time.sleep(5)
-except TimeoutError: pass
-finally: signal.signal(signal.SIGALRM, before)
-"""
-    assert scores_of(code, time_limit_s=2) == [1]
-
-
-def test_limits_may_nest():
-    def inner(sample, text):
-        with time_limit(0.05):
-            time.sleep(5)
-        return 1.0
-
-    def outer(sample, text):
-        scored = reward(on_error="zero")(inner)(roll_of("pass"), CHARS)
-        time.sleep(5 * sample["waits"])
-        return float(scored["scores"]) + 1
-
-    roll = roll_of("pass", "pass")
-    roll["waits"] = [0, 1]
-    start = time.monotonic()
-    assert reward(on_error="zero", time_limit_s=0.5)(outer)(roll, CHARS)["scores"].tolist() == [
-        1,
-        0,
-    ]
-    assert time.monotonic() - start < 4
+def test_exits_are_errors_in_a_forked_program_too():
+    assert scores_of("pass") == [1]
+    pid = os.fork()
+    if not pid:
+        status = 1
+        with contextlib.suppress(BaseException):
+            status = int(scores_of("import os; os._exit(7)", "pass") != [0, 1])
+        os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
 @pytest.fixture

@@ -51,7 +51,7 @@ def find_tokenizer_end(folder: Path) -> tuple[int, ...]:
     text = end.get("content") if isinstance(end, dict) else end
     if not isinstance(text, str):
         return ()
-    for token, entry in settings.get("added_tokens_decoder", {}).items():
+    for token, entry in (settings.get("added_tokens_decoder") or {}).items():
         if entry.get("content") == text:
             return (int(token),)
     tokenizer = _read(folder / "tokenizer.json")

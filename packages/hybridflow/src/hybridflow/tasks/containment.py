@@ -13,7 +13,9 @@ import contextlib
 import os
 import random
 import resource
+import shutil
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -24,21 +26,18 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-__all__ = ["Containment", "Interruptions", "OutOfTime", "time_limit"]
+from hybridflow.tasks.time_limits import ALARM, time_limit
+
+__all__ = ["Containment", "Interruptions"]
 
 _STREAMS = ("stdin", "stdout", "stderr", "__stdin__", "__stdout__", "__stderr__")
 _LIMITS = (resource.RLIMIT_AS, resource.RLIMIT_CPU, resource.RLIMIT_DATA, resource.RLIMIT_FSIZE,
            resource.RLIMIT_NOFILE, resource.RLIMIT_STACK)  # fmt: skip
-_getpid = os.getpid  # bound here, as code may replace it
+# Bound here, as code may replace them.
+_getpid, _monotonic = os.getpid, time.monotonic
+# Modules whose functions code replaces so that other code cannot call them.
+_MODULES = (builtins, os, shutil, signal, subprocess, time)
 _TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
-# Seconds between two alarms of a call that goes on after its first one.
-_AGAIN_S = 0.05
-# SIGALRM would be taken from us by a function that has an alarm of its own.
-_ALARM = getattr(signal, "SIGRTMAX", signal.SIGUSR2)
-
-
-class OutOfTime(BaseException):
-    """Derives from BaseException, so that a function's `except Exception` does not catch it."""
 
 
 class Interruptions:
@@ -54,9 +53,10 @@ class Interruptions:
 
     def __enter__(self) -> Interruptions:
         if threading.current_thread() is threading.main_thread():
-            self._handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
+            numbers = signal.valid_signals() - {ALARM}  # whose handler stays, see `time_limit`
+            self._handlers = {number: signal.getsignal(number) for number in numbers}
             for number, handler in self._handlers.items():
-                if callable(handler) and number != _ALARM:
+                if callable(handler):
                     signal.signal(number, self._noting(handler))
         return self
 
@@ -124,18 +124,13 @@ _STATES = (
     _State(
         "resource limits", lambda: [resource.getrlimit(kind) for kind in _LIMITS], _write_limits
     ),
-    _State(
-        "blocked signals",
-        lambda: signal.pthread_sigmask(signal.SIG_BLOCK, ()),
-        lambda saved: signal.pthread_sigmask(signal.SIG_SETMASK, saved),
-    ),
     _State("torch's gradient mode", torch.is_grad_enabled, torch.set_grad_enabled),
     _State("torch's default dtype", torch.get_default_dtype, torch.set_default_dtype),
     _State("torch's threads", torch.get_num_threads, torch.set_num_threads),
     _State(
         "torch's deterministic mode",
-        torch.are_deterministic_algorithms_enabled,
-        torch.use_deterministic_algorithms,
+        torch.get_deterministic_debug_mode,
+        torch.set_deterministic_debug_mode,
     ),
 )
 
@@ -181,6 +176,7 @@ class Containment:
             limit_s: seconds after which OutOfTime is raised; None: no limit. Needs the main thread.
         """
         pid, thread = _getpid(), threading.get_ident()
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
         is_outer = thread not in _callers and not self._may_exit
         if is_outer:
             _callers.add(thread)
@@ -193,6 +189,7 @@ class Containment:
             self.changed += _undone[0].undo()
             if is_outer:
                 _callers.discard(thread)
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)  # what waits is handled here
             self._interruptions.raise_again()
 
 
@@ -259,21 +256,34 @@ def _seeded(seed: int) -> Iterator[None]:
 
 
 class _Stream:
-    """A stream of the process that cannot be closed."""
+    """A stream of the process that cannot be closed, nor can the streams that it writes to."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
+        value = getattr(self._stream, name)
+        # Another TextIOWrapper around the buffer would close it when it is collected.
+        return _Stream(value) if name in ("buffer", "raw") else value
 
-    def __iter__(self) -> Iterator[str]:
+    def __iter__(self) -> Iterator[Any]:
         return iter(self._stream)
+
+    def __next__(self) -> Any:
+        return next(self._stream)
+
+    def __enter__(self) -> _Stream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stream.flush()
 
     def close(self) -> None:
         """Does nothing."""
 
-    detach = close
+    def detach(self) -> Any:
+        """Returns the buffer, and keeps it too."""
+        return self.buffer
 
 
 @contextlib.contextmanager
@@ -293,14 +303,15 @@ class _Undone:
     """What is undone after each call already, as it would reach into the next one."""
 
     def __init__(self) -> None:
-        self._functions = [(vars(module), dict(vars(module))) for module in (builtins, os)]
+        self._functions = [(vars(module), dict(vars(module))) for module in _MODULES]
+        self.pid = _getpid()
         self._directory = _read_directory()
         self._files: list[tuple[int, int]] = []
         for number in range(3):
             with contextlib.suppress(OSError):  # closed before
                 self._files.append((os.dup(number), number))
         self._timers = [(timer, *signal.getitimer(timer)) for timer in _TIMERS]
-        self._start = time.monotonic()
+        self._start = _monotonic()
 
     def undo(self) -> list[str]:
         """Undoes what a call has changed; returns names of it."""
@@ -311,11 +322,13 @@ class _Undone:
             with contextlib.suppress(OSError):  # the code has closed the copy too
                 os.dup2(copy, number)
         for timer, left_s, interval_s in self._timers:
-            rest_s = left_s - (time.monotonic() - self._start)
+            rest_s = left_s - (_monotonic() - self._start)
             if not left_s:
                 signal.setitimer(timer, 0)
-            elif timer == signal.ITIMER_REAL:  # the program's own goes on, if it has not rung
-                signal.setitimer(timer, rest_s if rest_s > 0 else interval_s, interval_s)
+            elif timer == signal.ITIMER_REAL:  # the program's own goes on
+                if rest_s <= 0:  # it has rung: until its next ring, or never again
+                    rest_s = rest_s % interval_s or interval_s if interval_s else 0
+                signal.setitimer(timer, rest_s, interval_s)
         if _read_directory() != self._directory:
             _write_directory(self._directory)
             return ["working directory"]
@@ -341,94 +354,16 @@ def _install_exits() -> None:
     for name in ("_exit", "abort", "execv", "execve"):
         if getattr(os, name) not in _stand_ins:
             _exits[name] = getattr(os, name)
-            _stand_ins.append(_stand_in(name, os.getpid()))
+            _stand_ins.append(_stand_in(name))
             setattr(os, name, _stand_ins[-1])
 
 
-def _stand_in(name: str, pid: int) -> Callable[..., Any]:
+def _stand_in(name: str) -> Callable[..., Any]:
     def end(*arguments: Any) -> Any:
         thread = threading.get_ident()
         is_of_a_call = thread in _callers or (bool(_callers) and thread not in _outsiders)
-        if is_of_a_call and os.getpid() == pid:
+        if is_of_a_call and _getpid() == _undone[0].pid:
             raise SystemExit(f"os.{name}{arguments}")
         return _exits[name](*arguments)
 
     return end
-
-
-class _Watchdog(threading.Thread):
-    """Sends the main thread a signal when a call takes too long, and again until it has ended."""
-
-    def __init__(self) -> None:
-        super().__init__(daemon=True, name="reward-time-limit")
-        self._changed = threading.Condition()
-        self._deadlines: list[float] = []  # of calls, each within the one before
-        self._has_rung: list[bool] = []
-        self._wakes_at: float | None = None
-
-    def run(self) -> None:
-        """Waits for deadlines."""
-        with self._changed:
-            while True:
-                now = time.monotonic()
-                self._wakes_at = min(self._deadlines, default=None)
-                if self._wakes_at is not None and self._wakes_at <= now:
-                    signal.pthread_kill(threading.main_thread().ident or 0, _ALARM)
-                    self._wakes_at = now + _AGAIN_S
-                self._changed.wait(None if self._wakes_at is None else self._wakes_at - now)
-
-    def arm(self, limit_s: float) -> None:
-        """Starts a call's time; only an earlier deadline than the awaited one wakes the thread."""
-        deadline = time.monotonic() + limit_s
-        with self._changed:
-            self._deadlines.append(deadline)
-            if self._wakes_at is None or deadline < self._wakes_at:
-                self._changed.notify()
-        self._has_rung.append(False)
-
-    def disarm(self, depth: int) -> bool:
-        """Ends calls until `depth` are left; returns whether the innermost of them took too long."""
-        has_rung = any(self._has_rung[depth:])
-        del self._has_rung[depth:]
-        with self._changed:
-            del self._deadlines[depth:]
-        return has_rung
-
-    @property
-    def depth(self) -> int:
-        """Number of calls with a time limit, each within the one before."""
-        return len(self._has_rung)
-
-    def ring(self, *_: object) -> None:
-        """The handler of the signal."""
-        if self._has_rung:
-            self._has_rung[-1] = True
-            raise OutOfTime
-
-
-_watchdogs: dict[int, _Watchdog] = {}  # by process: a copy made by a fork has no threads
-
-
-@contextlib.contextmanager
-def time_limit(limit_s: float | None) -> Iterator[None]:
-    """Raises OutOfTime in the body after `limit_s` seconds, or at its end if it was caught there."""
-    if limit_s is None:
-        yield
-        return
-    if os.getpid() not in _watchdogs:
-        _watchdogs[os.getpid()] = _Watchdog()
-        _watchdogs[os.getpid()].start()
-    watchdog = _watchdogs[os.getpid()]
-    if signal.getsignal(_ALARM) != watchdog.ring:
-        signal.signal(_ALARM, watchdog.ring)  # it stays, as a late signal would end the process
-    depth, has_rung = watchdog.depth, False
-    watchdog.arm(limit_s)
-    try:
-        try:
-            yield
-        finally:
-            has_rung = watchdog.disarm(depth)
-    finally:  # the signal may arrive while it is being disarmed
-        has_rung |= watchdog.disarm(depth)
-    if has_rung:
-        raise OutOfTime

@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hybridflow.tasks.containment import Containment, OutOfTime
+from hybridflow.tasks.containment import Containment
 from hybridflow.tasks.reward_calls import (
     CallLimits,
     CallWorkers,
@@ -39,6 +39,7 @@ from hybridflow.tasks.reward_calls import (
     RewardFailure,
     out_of_time,
 )
+from hybridflow.tasks.time_limits import OutOfTime
 from hybridflow.tasks.tokenizers import as_tokenizer
 from hybridflow.workers.batch.batch import Batch
 from shared.errors import ConfigError, DataError
