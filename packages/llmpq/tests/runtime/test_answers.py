@@ -1,5 +1,6 @@
 """Files of answers: in waves, sampled alike under every plan, and continued after an interruption."""
 
+import io
 import json
 import os
 import shutil
@@ -7,7 +8,6 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
-from unittest import mock
 
 import pytest
 import torch
@@ -226,11 +226,19 @@ def test_one_run_writes_a_file_and_a_killed_one_blocks_nobody(tmp_path):
         nowhere.write([asked], [[5]], "x", None)
 
 
-def test_what_a_filling_disk_takes_a_part_of_is_written_whole(tmp_path):
-    """A raw write may take some bytes and raise nothing."""
+class Filling(io.FileIO):
+    """A raw file that takes some bytes at a time, as a disk does that fills up."""
+
+    def write(self, data):
+        return super().write(bytes(data)[:7])
+
+
+def test_what_a_filling_disk_takes_in_parts_is_written_whole(tmp_path, monkeypatch):
     path, asked = tmp_path / "answers.jsonl", Request("a", 0, (3, 4))
-    with AnswerFile(path) as file, mock.patch.object(file, "_file", wraps=file._file) as raw:
-        raw.write.side_effect = lambda data: os.write(raw.fileno(), bytes(data)[:7])
+    monkeypatch.setattr(
+        "llmpq.runtime.answer_file.open", lambda path, mode, buffering: Filling(path, mode), False
+    )
+    with AnswerFile(path) as file:
         file.write([asked], [[5, 2]], "x", None)
     assert find_unanswered([asked], path, "x") == []
 

@@ -243,16 +243,17 @@ def test_names_tell_matrices_from_embeddings(family, tmp_path):
             assert files.is_matrix(name) == issubclass(kind, nn.Linear), name
 
 
-def test_a_digest_counts_every_block_and_their_order(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "_BLOCK_BYTES", 64)
-    path, data = tmp_path / "codes", torch.arange(200, dtype=torch.uint8).numpy()
-    digests = set()
-    for changed in (None, 0, 63, 64, 130, 199):
-        other = data.copy()
+def test_a_digest_counts_every_block_and_their_order(tmp_path):
+    path, block = tmp_path / "codes", 8 << 20
+    data = torch.zeros(2 * block + 9, dtype=torch.uint8)
+    data[block] = 1
+    digests = []
+    for changed in (None, 0, block - 1, block, 2 * block + 8):
+        other = data.clone()
         if changed is not None:
-            other[changed] ^= 1
-        path.write_bytes(other.tobytes())
-        digests.add(digest_file(path))
-    path.write_bytes(data[64:].tobytes() + data[:64].tobytes())
-    digests.add(digest_file(path))
-    assert len(digests) == 7
+            other[changed] = 2
+        path.write_bytes(other.numpy().data)
+        digests.append(digest_file(path))
+    path.write_bytes(data[block:].numpy().tobytes() + data[:block].numpy().tobytes())
+    digests.append(digest_file(path))
+    assert len(set(digests)) == len(digests) == 6

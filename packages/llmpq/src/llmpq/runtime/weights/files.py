@@ -332,7 +332,7 @@ def _digest_range(path: Path, low: int, high: int) -> str:
         file.seek(low)
         while low < high:
             part = block[: high - low]
-            if file.readinto(memoryview(part.numpy())) < len(part):
+            if file.readinto(part.numpy().data) < len(part):
                 raise DataError(
                     f"{path}: expected {high:,} bytes, but it was cut short while it was read"
                 )
