@@ -236,7 +236,9 @@ class Filling(io.FileIO):
 def test_what_a_filling_disk_takes_in_parts_is_written_whole(tmp_path, monkeypatch):
     path, asked = tmp_path / "answers.jsonl", Request("a", 0, (3, 4))
     monkeypatch.setattr(
-        "llmpq.runtime.answer_file.open", lambda path, mode, buffering: Filling(path, mode), False
+        "llmpq.runtime.answer_file.open",
+        lambda path, mode, buffering: Filling(path, mode),
+        raising=False,
     )
     with AnswerFile(path) as file:
         file.write([asked], [[5, 2]], "x", None)
