@@ -365,3 +365,33 @@ def test_a_checkpoint_that_is_told_twice_costs_no_log(tmp_path):
         stage.close()
     assert left == ["000001.log", "000002.log"]
     assert list(tmp_path.iterdir()) == []
+
+
+class ByNorm(torch.optim.SGD):
+    """Steps by gradients over the norm of all of them."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        torch.nn.utils.clip_grad_norm_(self.param_groups[0]["params"], 1.0)
+        return super().step(closure)
+
+
+def test_an_optimizer_that_would_see_one_stages_gradients_is_refused():
+    def build(index):
+        module = nn.Linear(2, 2)
+        return module, undoable(ByNorm(module.parameters(), 0.1))
+
+    def stage():
+        return Stage(
+            build,
+            SimpleNamespace(rank=0, world_size=2, reads_whole_batches=False),
+            loss=loss_of,
+            micro_batches=1,
+        )
+
+    stage().assign(0, 1)
+    text = (
+        "stage 1: expected an optimizer that steps each parameter by itself, got ByNorm, in which"
+    )
+    with pytest.raises(ConfigError, match=text):
+        stage().assign(1, 2)

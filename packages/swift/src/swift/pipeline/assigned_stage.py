@@ -304,6 +304,12 @@ class Stage:
                 f"stage {index}: expected an optimizer that can undo a step which another stage has not "
                 f"made, got mode='commit'; wrap it with mode='exact'"
             )
+        if opt.is_coupled and world_size > 1:
+            raise ConfigError(
+                f"stage {index}: expected an optimizer that steps each parameter by itself, got "
+                f"{type(opt.optimizer).__name__}, in which parameters change each other's steps, and which "
+                f"sees those of one stage; use another one"
+            )
         stage = PipelineStage(
             module, opt, index=index, num_stages=world_size, group=None, loss=self._loss,
             micro_batches=self._micro_batches, chunk=self._chunk, seed=self._seed,

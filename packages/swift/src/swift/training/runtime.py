@@ -153,8 +153,10 @@ class Run:
             trainable.begin(step)
             injection.reach("forward")
             loss = step_fn(step)
-            if isinstance(loss, float) or (isinstance(loss, torch.Tensor) and loss.numel() == 1):
-                check_loss(float(loss), f"step {step}")
+            if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+                loss = loss.item()  # without torch's warning on a tensor with a graph
+            if isinstance(loss, float):
+                check_loss(loss, f"step {step}")
             difference = trainable.finish(step)
             self._step = step + 1
             self._member.report_step(step + 1)
