@@ -58,13 +58,14 @@ def padded(ids, side, labels=None):
     }
 
 
-def first_loss(rows, tmp_path, balanced, *, model=None, **settings):
+def first_loss(rows, tmp_path, balanced, *, model=None, kind=Trainer, accumulation=1, **settings):
     """The first step's loss, of all rows at once."""
     args = TrainingArguments(
         str(tmp_path), max_steps=1, per_device_train_batch_size=len(rows), report_to=[],
         use_cpu=True, save_strategy="no", disable_tqdm=True, logging_steps=1, optim="sgd",
+        gradient_accumulation_steps=accumulation,
     )  # fmt: skip
-    trainer = Trainer(model or make_model(), args, train_dataset=rows, **settings)
+    trainer = kind(model or make_model(), args, train_dataset=rows, **settings)
     if balanced:
         trainer = hy.balance(trainer, max_tokens=64, cost=COST)
     trainer.train()
@@ -117,7 +118,7 @@ def make_rows(rows, lengths=None, collator=None, *, keeps_columns=False, relativ
     lengths = np.array(count_tokens(rows, "length") if lengths is None else lengths)
     return DocumentRows(
         rows, lengths, cap, collator=collator, keeps_columns=keeps_columns,
-        arguments=["input_ids", "inputs_embeds", "labels"], has_relative_positions=relative,
+        arguments=["input_ids", "inputs_embeds", "labels", "token_type_ids"], has_relative_positions=relative,
     )  # fmt: skip
 
 
@@ -139,6 +140,20 @@ def test_a_pad_from_which_a_token_is_learned_is_a_document_that_sees_nothing():
     assert batch["attention_mask"].tolist() == [[0, 1, 1]]
     assert batch["cu_seq_lens_q"].tolist() == [0, 1, 3]
     assert batch["position_ids"].tolist() == [[0, 0, 1]]
+
+
+def test_a_left_padded_row_of_the_most_tokens_keeps_its_last_one():
+    batch = collate([make_rows([padded([5, 6, 7, 8], "left")], cap=4)[0]])
+    assert batch["input_ids"].tolist() == [[PAD, 5, 6, 7, 8]]
+    batch = collate([make_rows([padded([5, 6, 7, 8], "left")], cap=3)[0]])
+    assert batch["labels"].tolist() == [[-100, 5, 6, 7]]
+
+
+def test_token_types_that_a_model_has_no_use_for_are_left_out(tmp_path):
+    rows = [{"input_ids": ids, "token_type_ids": [0] * len(ids)} for ids in make_documents()]
+    bare = [{"input_ids": ids} for ids in make_documents()]
+    found = first_loss(rows, tmp_path, balanced=True)
+    assert found == first_loss(bare, tmp_path, balanced=True)
 
 
 @pytest.mark.parametrize(
@@ -214,7 +229,27 @@ class MeanLoss(LlamaForCausalLM):
 
 
 def test_a_loss_that_is_a_mean_of_each_micro_batch_is_refused(tmp_path):
-    rows = [{"input_ids": [5, 6]}]
+    rows = [{"input_ids": ids, "labels": ids} for ids in make_documents()[:1]]
     model = MeanLoss(make_model().config)
     with pytest.raises(ConfigError, match="loss takes num_items_in_batch, got MeanLoss"):
-        first_loss(rows, tmp_path, balanced=True, model=model)
+        first_loss(rows, tmp_path, balanced=True, model=model, accumulation=2)
+    with pytest.raises(ConfigError, match="several in a step"):
+        first_loss(rows, tmp_path, balanced=True, kind=MeanTrainer, accumulation=2)
+    # A step of one micro-batch has the mean that is asked for.
+    alone = first_loss(rows, tmp_path, balanced=False, kind=MeanTrainer)
+    assert first_loss(rows, tmp_path, balanced=True, kind=MeanTrainer) == pytest.approx(alone)
+
+
+class MeanTrainer(Trainer):
+    loss_is_scaled_for_ga = False
+
+    def _get_train_sampler(self, train_dataset=None):
+        return torch.utils.data.SequentialSampler(train_dataset or self.train_dataset)
+
+
+def test_an_order_that_is_replaced_is_logged(tmp_path, caplog):
+    rows = [{"input_ids": [5, 6]}]
+    first_loss(rows, tmp_path, balanced=True)
+    assert "in place of" not in caplog.text
+    first_loss(rows, tmp_path, balanced=True, kind=MeanTrainer)
+    assert "shuffled and balanced in place of MeanTrainer._get_train_sampler" in caplog.text

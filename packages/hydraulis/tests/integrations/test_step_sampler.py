@@ -36,6 +36,7 @@ def make_samplers(lengths, num_ranks, slots, too_long="raise"):
 @given(lengths_of_documents, st.integers(1, 4), st.integers(1, 4))
 @example([CAP // 2 + 1] * 40, 1, 4)
 @example([1], 4, 2)
+@example([36] * 20 + [18] * 20, 1, 1)  # only packing all at once leaves no document over
 def test_no_document_of_a_trainers_epoch_is_lost_or_doubled(lengths, num_ranks, slots):
     samplers = make_samplers(lengths, num_ranks, slots)
     for epoch in range(2):

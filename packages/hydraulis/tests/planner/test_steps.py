@@ -90,6 +90,15 @@ def test_bins_hold_every_document_once_and_can_be_split(lengths, count):
     assert len(split_bins(bins, min(count, len(lengths)))) >= min(count, len(lengths))
 
 
+def test_a_packing_that_the_search_for_equal_seconds_misses_is_taken():
+    lengths = np.array(
+        [57, 7, 64, 42, 15, 7, 4, 55, 5, 7, 57, 40, 24]
+    )  # six micro-batches, all full
+    ranks = plan_slots(lengths, 2, Cost(a=1e-3, b=1e-2, c=0.1), 64, 3)
+    assert ranks is not None
+    assert [lengths[part].sum() for parts in ranks for part in parts] == [64] * 6
+
+
 def test_bins_take_the_fullest_that_has_room():
     assert sorted(map(sorted, fill_bins(np.array([6, 5, 4, 3, 2]), np.arange(5), 10))) == [
         [0, 2], [1, 3, 4],

@@ -52,8 +52,9 @@ def test_families_name_their_sizes_differently():
 
 
 def test_a_fit_weighs_every_timing_by_its_own_seconds():
-    # The long micro-batch is off by a tenth of 10 s; to fit its absolute error would miss the short ones.
-    timings = [([n], 1e-3 * n) for n in (10, 20, 40, 80)] + [([10_000], 11.0)]
+    # No three coefficients fit the long ones; the least error in seconds makes the shortest 7 times as long.
+    timings = [([n], 1e-3 * n) for n in (10, 20, 40, 80)]
+    timings += [([4000], 5.0), ([8000], 7.0), ([10_000], 11.0)]
     cost = Cost.fit(timings)
     assert cost.largest_error is not None
     for lengths, seconds in timings[:4]:

@@ -62,6 +62,9 @@ class DocumentRows(Dataset):
         self._collator, self._keeps_columns = collator, keeps_columns
         self._has_relative_positions = has_relative_positions
         self._arguments = set(arguments) - {"attention_mask", *_PER_TOKEN}
+        # Tokenisers make token types whether or not the model has any.
+        ignored = {"token_type_ids"} - set(arguments)
+        self._used = [name for name in (*_PER_TOKEN, "attention_mask") if name not in ignored]
         generator_state = torch.get_rng_state()  # a collator may draw random numbers
         for number in np.unique(np.linspace(0, len(rows) - 1, _NUM_CHECKED).astype(int)).tolist():
             self[number]
@@ -104,12 +107,13 @@ class DocumentRows(Dataset):
                 f"row {number}: expected {planned} tokens, as its length says, got {num_tokens}; give "
                 f"`lengths` of these rows, in tokens"
             )
+        kept = slice(kept.start, min(kept.stop, kept.start + self._max_tokens))
         if kept.start and "labels" in values and values["labels"][kept.start] != _NO_LABEL:
             # The pad before the first token sees nothing, and that token is learned from it.
             kept = slice(kept.start - 1, kept.stop)
             values["attention_mask"] = mask
         values.setdefault("labels", values["input_ids"])
-        return {name: value[kept][: self._max_tokens].long() for name, value in values.items()}
+        return {name: value[kept].long() for name, value in values.items()}
 
     def _values(self, number: int, row: Any) -> dict[str, Tensor]:
         """Reads what a row has for each of its tokens, as its collator makes it."""
@@ -128,9 +132,7 @@ class DocumentRows(Dataset):
                 f"training set first"
             )
         values = {
-            name: torch.as_tensor(given[name])
-            for name in (*_PER_TOKEN, "attention_mask")
-            if given.get(name) is not None
+            name: torch.as_tensor(given[name]) for name in self._used if given.get(name) is not None
         }
         if self._collator is not None:
             values = {name: value.squeeze(0) for name, value in values.items()}

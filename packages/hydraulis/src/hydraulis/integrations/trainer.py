@@ -7,6 +7,7 @@ exactly so many, without padding, so that the ranks of a step end together.
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -30,6 +31,8 @@ __all__ = ["balance"]
 
 TrainerT = TypeVar("TrainerT", bound=Trainer)
 
+log = logging.getLogger(__name__)
+
 
 def balance(
     trainer: TrainerT,
@@ -42,9 +45,9 @@ def balance(
     """Makes a Trainer take balanced, packed batches; call it before `trainer.train()`.
 
     Every document is in exactly one step of each epoch, and all epochs have the same number of steps.
-    `per_device_train_batch_size` does not count: documents' tokens fill the micro-batches. Attention goes
-    by document, and the loss is over all tokens of a step (the Trainer's
-    `average_tokens_across_devices`). `save_steps`, callbacks, resuming and evaluation are the Trainer's.
+    `per_device_train_batch_size` does not count: documents' tokens fill the micro-batches. A sampler of
+    your own is replaced, with a warning. Attention goes by document, and the loss is over all tokens of a
+    step (the Trainer's `average_tokens_across_devices`). `save_steps`, callbacks, resuming and evaluation are the Trainer's.
 
     A collator of your own is called with one row at a time, and what it makes of it is packed. Pads that
     an attention mask names are cut off, on either side.
@@ -78,6 +81,7 @@ def balance(
             f"cannot be balanced before their lengths are known"
         )
     _check_loss(trainer)
+    _warn_of_order(trainer)
     model: Any = trainer.model
     limits = check_isolation(model)
     sampler = StepSampler(
@@ -120,11 +124,28 @@ def _check_loss(trainer: Trainer) -> None:
             f"balance: expected one GPU a process, got {args.n_gpu}; start a process for each by torchrun, "
             f"or hide the others by CUDA_VISIBLE_DEVICES"
         )
-    if not (trainer.model_accepts_loss_kwargs or trainer.compute_loss_func):
+    is_sum = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func
+    is_mean = not is_sum or trainer.loss_is_scaled_for_ga is False
+    if is_mean and args.world_size * args.gradient_accumulation_steps > 1:
         raise ConfigError(
             f"balance: expected a model whose loss takes num_items_in_batch, got "
-            f"{type(trainer.model).__name__}, which means over each micro-batch; give the Trainer a "
-            f"compute_loss_func that divides by num_items_in_batch"
+            f"{type(trainer.model).__name__}, which means over each micro-batch of several in a step; give "
+            f"the Trainer a compute_loss_func that divides by num_items_in_batch"
+        )
+
+
+def _warn_of_order(trainer: Trainer) -> None:
+    """Logs that documents do not come in the order that the user asked for."""
+    own = [
+        f"{type(trainer).__name__}.{name}"
+        for name in ("get_train_dataloader", "_get_train_sampler")
+        if getattr(type(trainer), name) is not getattr(Trainer, name)
+    ]
+    if trainer.args.train_sampling_strategy == "sequential":
+        own.append("train_sampling_strategy='sequential'")
+    if own:
+        log.warning(
+            "balance: documents are shuffled and balanced in place of %s", " and ".join(own)
         )
 
 

@@ -58,7 +58,10 @@ def check_arguments(
             f"{window}; cut documents to it, or train this model without packing",
         )
     elif dropout:
-        problem = "no dropout in attention", f"{dropout}; set it to 0 in the model's config"
+        problem = (
+            "no dropout in attention",
+            f"{dropout}; make the model with attention_dropout=0 (GPT-2: attn_pdrop=0)",
+        )
     elif settings.get("softcap") is not None:
         problem = "scores that are not capped", f"softcap {settings['softcap']}"
     elif not getattr(module, "is_causal", True) or settings.get("is_causal") is False:
