@@ -49,19 +49,20 @@ def scores_of(*codes, **options):
     return scored["scores"].tolist()
 
 
+# None with status 0: a test run that they end must not pass.
 ENDING = {
     "exit": "import sys; sys.exit(0)",
     "quit": "raise SystemExit",
     "interrupt": "raise KeyboardInterrupt",
     "generator exit": "raise GeneratorExit",
     "own base": "raise type('Mine', (BaseException,), {})('x')",
-    "_exit": "import os; os._exit(0)",
-    "_exit by name": "from os import _exit; _exit(0)",
+    "_exit": "import os; os._exit(3)",
+    "_exit by name": "from os import _exit; _exit(3)",
     "_exit in a thread": "import os, threading\n"
-    "t = threading.Thread(target=lambda: os._exit(0)); t.start(); t.join(); raise ValueError",
+    "t = threading.Thread(target=lambda: os._exit(3)); t.start(); t.join(); raise ValueError",
     "abort": "import os; os.abort()",
-    "execv": "import os; os.execv('/bin/true', ['true'])",
-    "execvp": "import os; os.execvp('true', ['true'])",
+    "execv": "import os; os.execv('/bin/false', ['false'])",
+    "execvp": "import os; os.execvp('false', ['false'])",
     "unprintable": "class Mine(ValueError):\n    def __str__(self): raise SystemExit\nraise Mine",
     "recursion": "f = lambda: f()\nf()",
     "memory": "bytearray(1 << 62)",
@@ -240,7 +241,11 @@ if pid:
     try:
         roll = roll_of(code)
         roll["path"], roll["status"] = [f"/dev/fd/{write}"], [statuses := []]
-        assert reward(run_code)(roll, CHARS)["scores"].tolist() == [1]
+        process = os.getpid()
+        scored = reward(run_code)(roll, CHARS)
+        if os.getpid() != process:
+            os._exit(3)  # the copy has gone on, and the original sees it
+        assert scored["scores"].tolist() == [1]
         assert statuses == [1]
         assert sorted(os.read(read, 100).split()) == [b"copy", b"original"]
     finally:
@@ -368,7 +373,7 @@ def test_threads_overlap_and_leave_all_as_it_was():
                     os.environ["K"] = str(k)
                     random.seed(k)
                     meet.wait(10)
-                    os._exit(0)
+                    os._exit(3)
 
     threads = [threading.Thread(target=score, args=(k,)) for k in range(3)]
     for thread in threads:
