@@ -144,6 +144,12 @@ def test_descriptions_that_ask_for_more_are_refused(model, settings, told):
         check_weights(change(model, quantization_config=settings))
 
 
+def test_a_description_inside_another_is_refused(model):
+    inner = {"quantization_config": {"quant_method": "gptq", "bits": 4}}
+    with pytest.raises(ConfigError, match="quantization_config at the top, got one in text_config"):
+        check_weights(change(model, text_config=inner))
+
+
 LEFT_OVER = "expected the tensors of the model that config.json describes, got "
 CODES = torch.zeros(48, 48, dtype=torch.int8)
 

@@ -160,6 +160,12 @@ def read_quantization(folder: str | Path) -> Quantization | None:
     """
     tree, path = read_model_config(folder)
     settings = tree.get("quantization_config") or tree.get("compression_config")
+    for key, part in tree.items():
+        if isinstance(part, Mapping) and part.get("quantization_config"):
+            raise ConfigError(
+                f"{path}: expected quantization_config at the top, got one in {key}, where transformers "
+                f"reads none for these models; move it to the top, or delete it if the weights are plain"
+            )
     if not settings:
         return None
     if not isinstance(settings, Mapping):
