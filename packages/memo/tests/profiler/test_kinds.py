@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
+from transformers import DynamicCache
 
 import memo
 from memo.planner.layer_plan import INPUT, LayerPlan
@@ -14,6 +15,7 @@ from memo.profiler.calls import capture_calls
 from memo.profiler.kinds import find_kinds
 from memo.profiler.storage_meter import StorageMeter
 from memo.profiler.untouched import untouched
+from memo.runtime.layers import kind_of
 from memo.simulator import simulate
 from shared.errors import ConfigError
 
@@ -45,11 +47,15 @@ class Numbered(Wide):
         return super().forward(x.tanh() if self.layer_idx == 1 else x)
 
 
-class Several(Block):
+class Several(nn.Module):
     """Returns a tuple, and takes its input by name alone."""
 
+    def __init__(self):
+        super().__init__()
+        self.block = Block()
+
     def forward(self, *, x):
-        out = super().forward(x)
+        out = self.block(x)
         return out, out.mean(), None
 
 
@@ -132,6 +138,41 @@ class Twice(Stack):
 def test_a_layer_that_is_called_again_is_refused_by_name():
     with pytest.raises(ConfigError, match=r"layer 0 \(Block\): expected a layer that a forward"):
         memo.autotune(Twice([Block(), Block()]), {"x": make_input()}, BUDGET)
+
+
+class Indices(Block):
+    def forward(self, x):
+        return super().forward(x).argmax(-1)
+
+
+def test_a_layer_that_returns_no_floats_is_refused_by_name():
+    model = Stack([Block(), Indices()])
+    with pytest.raises(ConfigError, match=r"layer 1 \(Indices\): expected a layer that returns a"):
+        memo.autotune(model, {"x": make_input()}, BUDGET, layers=list(model.layers))
+
+
+def test_a_plan_belongs_to_the_layers_and_the_batch_that_it_was_made_for():
+    model, batch = Stack([Wide(64), Wide(128)]), {"x": make_input()}
+    plan = memo.autotune(model, batch, BUDGET)
+    assert plan.layer_kinds == tuple(map(kind_of, model.layers))
+    assert plan.input_shape == tuple(batch["x"].shape)
+    with pytest.raises(ConfigError, match="layer 0 of them Wide"):
+        memo.apply(Stack([Wide(128), Wide(64)]), plan)
+
+
+@pytest.mark.parametrize("is_planned", [True, False])
+def test_a_cache_with_a_prefix_is_refused_by_name(is_planned):
+    model, prefix = make_model("llama"), DynamicCache()
+    keys = torch.randn(2, 1, 2, 3, 16)
+    for number in range(len(model.model.layers)):
+        prefix.update(*keys, number)
+    batch = {**batch_of(64), "use_cache": True, "past_key_values": prefix}
+    with pytest.raises(ConfigError, match="LlamaDecoderLayer: expected a cache of keys"):
+        if is_planned:
+            memo.autotune(model, batch, BUDGET)
+        else:
+            with memo.apply(model, memo.Plan.fixed(alpha=0.0)):
+                model(**batch)
 
 
 class Skips(Stack):

@@ -16,7 +16,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tre
 from transformers.cache_utils import Cache
 
 from memo.profiler.untouched import watch_writes
-from memo.runtime.layers import without_cache
+from memo.runtime.layers import check_prefix, without_cache
 from memo.runtime.recording.arguments import input_of, tensors_in
 from memo.runtime.recording.calls import address
 from shared.errors import ConfigError
@@ -202,13 +202,14 @@ def capture_calls(
                     "it calls again, as with shared weights, for which no memory can be promised; take "
                     "memo.Plan.fixed, or name other layers"
                 )
+            check_prefix(layer, args, kwargs)
             args = tuple(None if isinstance(one, Cache) else one for one in args)
             kwargs = without_cache(kwargs)
             key = structures[number][0], signature_of(args, kwargs)
             if key not in results:
                 layer.forward = own
                 try:
-                    results[key] = _result_of(layer, args, kwargs)
+                    results[key] = _result_of(number, layer, args, kwargs)
                 finally:
                     layer.forward = forward
             device_type = input_of(args, kwargs).device.type
@@ -238,7 +239,9 @@ def capture_calls(
     return calls
 
 
-def _result_of(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _result_of(
+    number: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """What a layer returns, with a `Blank` in each tensor's place.
 
     Raises:
@@ -252,8 +255,8 @@ def _result_of(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
             out = layer(*args, **kwargs)
     if not any(isinstance(one, Tensor) and one.is_floating_point() for one in tree_leaves(out)):
         raise ConfigError(
-            f"{type(layer).__name__}: expected a layer that returns a floating-point tensor, got {type(out).__name__} "
-            "without one; name other layers by memo.autotune(..., layers=[...])"
+            f"layer {number} ({type(layer).__name__}): expected a layer that returns a floating-point tensor, got "
+            f"{type(out).__name__} without one; name other layers by memo.autotune(..., layers=[...])"
         )
     return tree_map(
         lambda one: Blank(tuple(one.shape), one.dtype) if isinstance(one, Tensor) else one, out

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
+from torch.utils._pytree import tree_leaves
+from transformers.cache_utils import Cache
 
 from memo.config import shown
 from memo.runtime.recording.calls import address
@@ -16,6 +18,7 @@ from shared.errors import ConfigError
 
 __all__ = [
     "attention_names",
+    "check_prefix",
     "check_untouched",
     "device_of",
     "find_layers",
@@ -158,6 +161,35 @@ def named_memory(layer: nn.Module) -> dict[int, tuple[str, Tensor]]:
         for name, tensor in tensors
         if tensor.layout == torch.strided
     }
+
+
+def check_prefix(layer: nn.Module, args: Iterable[Any], kwargs: dict[str, Any]) -> None:
+    """Refuses a cache that has keys and values already: layers run without it would not see them.
+
+    Args:
+        layer: by whose number the cache is asked.
+        args, kwargs: what it is called with.
+
+    Raises:
+        ConfigError: the cache has tokens for this layer.
+    """
+    caches = [one for one in args if isinstance(one, Cache)]
+    caches += [kwargs[key] for key in _CACHES if kwargs.get(key) is not None]
+    if not caches:
+        return
+    numbers = (getattr(module, "layer_idx", None) for module in layer.modules())
+    number = next((one for one in numbers if isinstance(one, int)), None)
+    for cache in caches:
+        if isinstance(cache, Cache):
+            is_filled = number is not None and int(cache.get_seq_length(number)) > 0
+        else:
+            is_filled = any(isinstance(one, Tensor) and one.numel() for one in tree_leaves(cache))
+        if is_filled:
+            raise ConfigError(
+                f"{type(layer).__name__}: expected a cache of keys and values that is empty, got one with a prefix, "
+                "which a layer that runs again would not see; give the prefix as tokens or as inputs_embeds, or "
+                "train without memo"
+            )
 
 
 def without_cache(kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from memo.runtime.device_memory import give_back_at_once, peak_bytes
 from memo.runtime.layer_forward import LayerForward
 from memo.runtime.layers import (
     attention_names,
+    check_prefix,
     check_untouched,
     device_of,
     find_layers,
@@ -263,6 +264,7 @@ class Run:
         plan = self.plan.layers[number]
         memory = partial(named_memory, layer)
         fetch = partial(self._before_backward, number, current)
+        check_prefix(layer, args, kwargs)
         args = tuple(None if isinstance(one, Cache) else one for one in args)
         given, kwargs = kwargs, without_cache(kwargs)
         if kwargs is not given and not self._has_said_caches:
