@@ -1,7 +1,9 @@
 import json
+import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -244,7 +246,9 @@ def test_a_full_disk_is_one_sentence(small_disk, capsys):
 
 
 def test_a_learning_rate_that_diverges_is_told_with_the_batch(capsys):
-    assert main(["train", *SMALL, "--rate", "1e30"]) == 1
+    name = f"diverges-{os.getpid()}"
+    assert main(["train", *SMALL, "--rate", "1e30", "--place", f"shm:{name}"]) == 1
+    assert not Path(f"/dev/shm/mspipe-{name}").exists(), "it would take the machine's memory"
     told = capsys.readouterr().err
     assert re.fullmatch(
         r"mspipe: epoch 1, batch \d: expected a finite loss, got (nan|inf); lower the learning "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -115,7 +116,8 @@ class Train(_Run, CheckpointOption):
         num_batches, scalars = 0, ScalarWriter(self.tensorboard if is_first else None)
         pipe, optimizer = _make_pipeline(self, events, group=group)
         epochs = fit(pipe, optimizer, train, validate, self.settings, checkpoint=self.checkpoint)
-        with scalars:
+        # Shared memory outlives a process that does not close it.
+        with scalars, closing(pipe.memory):
             for epoch in epochs:
                 scores = {"loss": epoch.loss, "seconds": epoch.seconds} | epoch.scores
                 record["epochs"].append(scores)
@@ -126,20 +128,20 @@ class Train(_Run, CheckpointOption):
                 told = ", ".join(f"{name.upper()} {v:.4f}" for name, v in epoch.scores.items())
                 rate = f", {epoch.events_per_s:,.0f} events/s" if epoch.events_per_s else ""
                 tell(f"epoch {epoch.index}: loss {epoch.loss:.4f}, {told}{rate}")
-        tell(str(pipe.report()))
-        for _ in pipe.score(_batches(validate, self.batch_size)):
-            pass  # the memory moves on to the first event of the test
-        past = events[: len(train) + len(validate)]
-        for kind in ("random", "historical", "inductive"):
-            options: dict[str, Any] = {"negatives": kind, "num_negatives": self.num_negatives}
-            found = evaluate(pipe, test, history=past, **options)
-            bank = EdgeBank().evaluate(past, test, **options)
-            record["test"][kind] = {"model": found, "edgebank": bank}
-            told = ", ".join(
-                f"{name.upper()} {value:.4f} ({bank[name]:.4f})" for name, value in found.items()
-            )
-            tell(f"test, {kind} negatives (EdgeBank's in brackets): {told}")
-        pipe.memory.close()
+            tell(str(pipe.report()))
+            for _ in pipe.score(_batches(validate, self.batch_size)):
+                pass  # the memory moves on to the first event of the test
+            past = events[: len(train) + len(validate)]
+            for kind in ("random", "historical", "inductive"):
+                options: dict[str, Any] = {"negatives": kind, "num_negatives": self.num_negatives}
+                found = evaluate(pipe, test, history=past, **options)
+                bank = EdgeBank().evaluate(past, test, **options)
+                record["test"][kind] = {"model": found, "edgebank": bank}
+                told = ", ".join(
+                    f"{name.upper()} {value:.4f} ({bank[name]:.4f})"
+                    for name, value in found.items()
+                )
+                tell(f"test, {kind} negatives (EdgeBank's in brackets): {told}")
         if self.json and is_first:
             self.print_result(record, "")
         if self.checkpoint is not None and is_first:
