@@ -245,6 +245,7 @@ def test_what_a_filling_disk_takes_in_parts_is_written_whole(tmp_path, monkeypat
     assert find_unanswered([asked], path, "x") == []
 
 
+@pytest.mark.slow
 def test_a_long_prompt_pads_no_others_and_answers_stay(model, three, tmp_path):
     mixed = [*requests(8), Request("long", 8, tuple(range(3, 103)))]
     results = three.run(
