@@ -166,6 +166,23 @@ def test_a_loader_and_a_loop_refuse_documents_beyond_the_limit():
         model(**make_batch()[1])
 
 
+@pytest.mark.parametrize("what", ["outputs", "gradients"])
+def test_a_model_that_computes_packed_documents_otherwise_is_refused(what):
+    model = make_model("llama", SMALL)
+    calls = []
+    model.register_forward_pre_hook(
+        lambda _, args, inputs: calls.append("cu_seq_lens_q" in inputs), with_kwargs=True
+    )
+
+    def change(_module, _args, out):
+        other = out + 1 if what == "outputs" else 2 * out - out.detach()
+        return other if calls[-1] else out
+
+    model.lm_head.register_forward_hook(change)
+    with pytest.raises(ConfigError, match="what they get alone, got an error of"):
+        check_isolation(model)
+
+
 def test_dropout_in_attention_is_refused_before_training():
     model = make_model("llama", {**SMALL, "attention_dropout": 0.1})
     with pytest.raises(ConfigError, match=r"in attention, got 0\.1; make .* attention_dropout=0"):
