@@ -3,6 +3,7 @@
 import copy
 import logging
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ class ByNorm(torch.optim.Optimizer):
         super().__init__(parameters, {"lr": 0.1})
 
     @torch.no_grad()
-    def step(self, closure=None):
+    def step(self, closure: Any = None) -> Any:
         parameters = [
             p for group in self.param_groups for p in group["params"] if p.grad is not None
         ]
@@ -60,6 +61,7 @@ class CountsItself(torch.optim.SGD):
 
 
 class NeedsClosure(torch.optim.SGD):
+    # pyrefly: ignore[bad-override]: what is tested is that a closure is needed
     def step(self, closure):
         return super().step(closure)
 
