@@ -205,6 +205,11 @@ def test_parts_of_a_second_of_any_unit_stay():
         ]
 
 
+def test_dates_may_have_blanks_around_them():
+    dates = [" 1970-01-02", "1970-01-03\t", "1970-01-04"]
+    assert tables.from_table(table(t=dates)).t.tolist() == [86_400, 172_800, 259_200]
+
+
 def test_names_may_have_blanks_around_them():
     frame = table().rename(columns={"dst": " dst", "w": "w "})
     events = tables.from_table(frame, src="src ", features=("w",))
