@@ -336,6 +336,7 @@ def test_parameters_are_compared_early_and_then_now_and_then(monkeypatch):
         train(range(13, 15))
         with pytest.raises(ConfigError, match=r"inside run\.loop's step function, got it outside"):
             opt.step()
+        torch.optim.SGD(model.parameters(), 0.1).step()  # is refused within steps only
     assert [step + 1 for step in compared] == [1, 2, 4, 6, 12, 14, 15]
     with pytest.raises(ConfigError, match="compare_every: expected at least one step, got 0"):
         swift.DataParallel(model, opt, run, compare_every=0)
