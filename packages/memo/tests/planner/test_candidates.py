@@ -1,7 +1,7 @@
 """Families of plans: their least seconds bound those of each of their plans, so that none is missed."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from step_profiles import UNIT, step_profile
 
@@ -12,6 +12,7 @@ from memo.simulator import simulate
 pytestmark = pytest.mark.unchecked  # hundreds of plans are looked at
 
 
+@settings(max_examples=25)
 @given(
     device=st.integers(130, 260),
     rate=st.floats(1e7, 1e9),

@@ -125,6 +125,20 @@ def test_plans_hold_both_limits_and_are_never_slower_than_computing_all_again(
         assert plan.prediction["step_s"] <= plan.prediction["recomputed_s"] + 1e-9
 
 
+@pytest.mark.parametrize(("share", "is_again"), [(0.985, True), (0.975, False)])
+def test_computing_everything_again_wins_ties(share, is_again):
+    """By a replay that says what each plan takes, as disturbed seconds might."""
+    again = LayerPlan(mode="restore", resident=frozenset({"input"}))
+
+    def predict(plan, profile):
+        seconds = 10.0 if all(one == again for one in plan.layers) else 10.0 * share
+        return replace(simulate(plan, profile), step_s=seconds)
+
+    plan = place(step_profile(), Budget(1000 * UNIT, 0), "memory", predict=predict)
+    assert (all(one == again for one in plan.layers)) == is_again
+    assert plan.prediction["step_s"] == (10.0 if is_again else 10.0 * share)
+
+
 @given(low=st.integers(125, 200), more=st.integers(0, 80))
 def test_more_memory_never_makes_a_step_slower(low, more):
     profile = step_profile(rate=2e8, num_layers=4)

@@ -5,7 +5,14 @@ import copy
 import pytest
 import torch
 from llama_shape import LAYERS, SHAPE, VOCABULARY, F, H
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    LlamaConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from memo.planner.layer_plan import ATTENTION, INPUT, LayerPlan
 from memo.profiler.analytic.analysis import LINKS, OPTIMIZERS, Analysis
@@ -233,6 +240,25 @@ def test_models_that_are_no_language_models_of_long_texts_are_refused_in_a_line(
     with pytest.raises(ConfigError, match="expected a causal language model") as caught:
         Analysis(read_config(tmp_path), "H100")
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        Qwen2Config(
+            hidden_size=64, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=4,
+            vocab_size=64, use_sliding_window=True, max_window_layers=1, sliding_window=32,
+        ),
+        Qwen3MoeConfig(
+            hidden_size=64, intermediate_size=64, moe_intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=4, head_dim=16, vocab_size=64, num_experts=2, num_experts_per_tok=1,
+            mlp_only_layers=[0],
+        ),
+    ],
+)  # fmt: skip
+def test_models_whose_layers_differ_are_refused_by_the_first_that_does(config):
+    with pytest.raises(ConfigError, match="expected layers that are alike, got layer 1"):
+        Analysis(config, "H100")
 
 
 @pytest.mark.slow

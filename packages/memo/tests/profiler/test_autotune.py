@@ -57,7 +57,7 @@ def counts(model):
     """Bytes of one layer's passes under each plan: as they run, and counted on fake tensors."""
     undo = offer_attention("sdpa")
     layer = model.model.layers[0]
-    args, kwargs = capture_call(model, list(model.model.layers), batch_of(256))
+    args, kwargs = capture_call(model, list(model.model.layers), batch_of(2048))
     for one in layer.parameters():
         one.grad = torch.zeros_like(one)
     proofs, found = Proofs(), {}
@@ -72,8 +72,7 @@ def counts(model):
 @pytest.mark.parametrize("name", PLANS)
 def test_bytes_on_fake_tensors_are_those_of_a_real_layer(counts, name):
     real, fake = counts[name]
-    # A record of a real forward holds states of generators and fingerprints too, as many at any length.
-    assert fake.held_bytes == pytest.approx(real.held_bytes, rel=0.01, abs=6 << 10)
+    assert fake.held_bytes == pytest.approx(real.held_bytes, rel=0.01)
     assert fake.passes.forward == pytest.approx(real.passes.forward, rel=0.01)
     assert fake.passes.backward == pytest.approx(real.passes.backward, rel=0.01)
     assert fake.item_bytes.keys() == real.item_bytes.keys()
@@ -454,18 +453,6 @@ def test_a_loss_whose_shapes_follow_from_values_is_counted_as_it_runs():
 def test_without_a_loss_or_logits_the_first_tensor_counts():
     states = torch.ones(2, 3)
     assert loss_of({"name": "x", "states": states}) == loss_of((states, None)) == 6
-
-
-def test_measuring_draws_nothing_from_the_training(model, monkeypatch):
-    def draw(*_):
-        torch.rand(3)
-        raise KeyError("drawn")
-
-    monkeypatch.setattr("memo.profiler.autotune.capture_calls", draw)
-    state = torch.get_rng_state()
-    with pytest.raises(KeyError, match="drawn"):
-        measure_profile(model, batch_of(16), None)
-    assert torch.equal(state, torch.get_rng_state())
 
 
 @pytest.mark.slow

@@ -1,9 +1,12 @@
 """Seconds beside other programs: a clock that leaves out what threads waited for a processor."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from memo.planner.explanation import describe_disturbance
+from memo.planner.plan import Plan
 from memo.profiler.clock import Moment, now
 
 
@@ -42,3 +45,11 @@ def test_a_plan_says_that_its_machine_was_busy(share, num_lines):
     assert len(lines) == num_lines
     assert all("for 45% of the time" in line for line in lines)
     assert describe_disturbance({}) == []
+
+
+@pytest.mark.parametrize(("step_s", "is_slower"), [(1.9, False), (2.1, True)])
+def test_a_plan_says_that_it_is_slower_than_computing_everything_again(step_s, is_slower):
+    times = {"kept_s": 1.0, "recomputed_s": 2.0, "replayed_s": 0.0, "exposed_s": 0.0}
+    sizes = {"peak_bytes": 1, "store_bytes": 0, "peak_at": "loss", "parts_bytes": {}}
+    plan = replace(Plan.fixed(alpha=0.0), prediction={"step_s": step_s, **times, **sizes})
+    assert ("slower    than computing everything again" in plan.explain()) == is_slower

@@ -9,7 +9,10 @@ import torch
 from torch import nn
 
 import memo
+from memo.profiler.autotune import measure_profile
 from memo.profiler.untouched import untouched, watch_writes
+
+from .inputs import batch_of
 
 pytestmark = pytest.mark.unchecked  # checks of signatures draw from Python's random numbers
 
@@ -166,3 +169,15 @@ def test_large_buffers_are_copied_only_where_they_are_written():
         left.add_(1.0)
     assert written.eq(0).all()
     assert left.eq(1).all()
+
+
+def test_measuring_draws_nothing_from_the_training(model, monkeypatch):
+    def draw(*_):
+        torch.rand(3)
+        raise KeyError("drawn")
+
+    monkeypatch.setattr("memo.profiler.autotune.capture_calls", draw)
+    state = torch.get_rng_state()
+    with pytest.raises(KeyError, match="drawn"):
+        measure_profile(model, batch_of(16), None)
+    assert torch.equal(state, torch.get_rng_state())

@@ -15,6 +15,7 @@ from torch.func import functional_call
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map
 from transformers.cache_utils import Cache
 
+from memo.profiler.storage_meter import StorageMeter
 from memo.profiler.untouched import watch_writes
 from memo.runtime.layers import check_prefix, without_cache
 from memo.runtime.recording.arguments import input_of, tensors_in
@@ -64,6 +65,8 @@ class LayerCall:
         args, kwargs: what it is called with, a cache of keys and values left out.
         result: what it returns, with a `Blank` in each tensor's place.
         autocast: settings of autocast around it: device type, type and whether it is on.
+        before_bytes: most bytes before the first layer's call, beyond what is there at it but for its input; of other
+            layers 0.
         structure, own_structure: of the layer before anything ran, see `structure_of`; the latter with its number.
     """
 
@@ -73,6 +76,7 @@ class LayerCall:
     autocast: tuple[str, torch.dtype, bool]
     structure: Hashable
     own_structure: Hashable
+    before_bytes: int = 0
 
     @property
     def source(self) -> Tensor:
@@ -205,6 +209,9 @@ def capture_calls(
             check_prefix(layer, args, kwargs)
             args = tuple(None if isinstance(one, Cache) else one for one in args)
             kwargs = without_cache(kwargs)
+            before_bytes = (
+                meter.peak_bytes - meter.live_bytes + meter.bytes_of(input_of(args, kwargs))
+            )
             key = structures[number][0], signature_of(args, kwargs)
             if key not in results:
                 layer.forward = own
@@ -223,13 +230,15 @@ def capture_calls(
                     torch.is_autocast_enabled(device_type),
                 ),
                 *structures[number],
+                before_bytes=0 if any(calls) else before_bytes,
             )
             return pass_on(call.result, call.source)
 
         return forward
 
     forwards = [forward_of(number) for number in range(len(layers))]
-    with replaced(layers, forwards), torch.no_grad(), refusing(model), watch_writes():
+    meter = StorageMeter()
+    with replaced(layers, forwards), torch.no_grad(), refusing(model), watch_writes(), meter:
         model(**batch)
     if not any(calls):
         raise ConfigError(
@@ -239,9 +248,7 @@ def capture_calls(
     return calls
 
 
-def _result_of(
-    number: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _result_of(number: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What a layer returns, with a `Blank` in each tensor's place.
 
     Raises:

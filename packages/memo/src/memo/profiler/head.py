@@ -112,7 +112,8 @@ class _Counted(nn.Module):
                 )
             loss.backward()
         given = [(call.args, call.kwargs) for call in self._calls if call is not None]
-        return watch.outside(count_given(given, batch))
+        before = max(call.before_bytes for call in self._calls if call is not None)
+        return watch.outside(count_given(given, batch), before)
 
 
 class _Watch:
@@ -122,7 +123,6 @@ class _Watch:
         self.meter = StorageMeter()
         self._needing: dict[int, frozenset[str]] = {}
         self._given: dict[int, Tensor] = {}
-        self._before = 0
         self._inner: list[int] = []
         self._forward: list[int] = []
         self._backward: list[int] = []
@@ -138,8 +138,6 @@ class _Watch:
         self._given |= {address(one): one for one in tensors.values() if one is not source}
         if self._forward:
             self._inner.append(self.meter.peak_bytes)
-        else:
-            self._before = self.meter.peak_bytes
         self._source_bytes = self.meter.bytes_of(source)
         self._forward.append(self.meter.live_bytes - self._source_bytes)
         self.meter.mark()
@@ -150,12 +148,13 @@ class _Watch:
         self._backward.append(self.meter.live_bytes - self.meter.bytes_of(gradient))
         self.meter.mark()
 
-    def outside(self, given_bytes: int) -> OutsideBytes:
+    def outside(self, given_bytes: int, before_bytes: int) -> OutsideBytes:
         """What was noted, when the backward is over.
 
         Args:
             given_bytes: of what layers are given in a real step. On fake tensors models make masks that they do
                 without where they can look at values.
+            before_bytes: see `LayerCall`, for the same reason.
         """
         if not self._backward:  # no layer is run backward: all of it is the head's
             self._inner.append(self.meter.peak_bytes)
@@ -165,7 +164,7 @@ class _Watch:
             given_bytes=given - made + given_bytes,
             forward_bytes=max(0, max(self._forward[1:], default=0) - given),
             head_bytes=max(0, max(self._inner, default=0) - given - self._source_bytes),
-            outer_bytes=max(0, max(self._before, self.meter.peak_bytes) - given),
+            outer_bytes=max(0, before_bytes, self.meter.peak_bytes - given),
             needing=self._needing,
         )
 

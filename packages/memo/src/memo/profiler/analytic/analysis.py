@@ -31,7 +31,7 @@ from memo.planner.profile import (
     StepProfile,
     TilesProfile,
 )
-from memo.profiler.analytic.fake_model import NUM_TILES, FakeModel, TilesCount
+from memo.profiler.analytic.fake_model import NUM_TILES, FakeModel, TilesCount, check_alike
 from memo.profiler.analytic.roofline import ATTENTION_SHARE, PRODUCT_SHARE, Seconds
 from memo.profiler.layer_bytes import LayerBytes
 from memo.profiler.timing.layer_tiles import TILE_ROWS
@@ -93,7 +93,7 @@ class Analysis:
             link_bytes_per_s: to the store, each way; by default that of `LINKS`.
 
         Raises:
-            ConfigError: a name is unknown, a number is out of range, or the model cannot be built.
+            ConfigError: a name is unknown, a number is out of range, the model cannot be built, or its layers differ.
         """
         for name, value, known in (
             ("device", device, PRESETS),
@@ -118,6 +118,7 @@ class Analysis:
                 f"{type(config).__name__}: expected a causal language model that transformers builds from its "
                 f"configuration, and that takes {_ANCHORS[1]:,} tokens, got: {str(error).splitlines()[0]}"
             ) from error
+        check_alike(config)
         self._num_layers = config.num_hidden_layers
         self._state_bytes = OPTIMIZERS[optimizer]
         if self._state_bytes and self._dtype.itemsize < _MASTER_BYTES:

@@ -21,7 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from memo.planner.layer_plan import ATTENTION, CUT, INPUT, LayerPlan
 from memo.planner.profile import PassBytes
 from memo.profiler.analytic.roofline import Roofline, Seconds
-from memo.profiler.calls import capture_call, count_given, replaced
+from memo.profiler.calls import capture_call, count_given, replaced, structure_of
 from memo.profiler.head import loss_of
 from memo.profiler.layer_bytes import LayerBytes, count_passes, first_tensor
 from memo.profiler.storage_meter import StorageMeter
@@ -37,9 +37,10 @@ from memo.runtime.tiling.arguments import TileArguments
 from memo.runtime.tiling.record import TiledRecord
 from memo.runtime.tiling.row_locality import Proofs
 from memo.runtime.tiling.split_layer import SplitLayer
+from shared.errors import ConfigError
 from shared.topology.device import Device
 
-__all__ = ["NUM_TILES", "FakeModel", "HeadCount", "LayerSeconds", "TilesCount"]
+__all__ = ["NUM_TILES", "FakeModel", "HeadCount", "LayerSeconds", "TilesCount", "check_alike"]
 
 _ATTENTION_NAME = "memo-fake"
 
@@ -261,3 +262,21 @@ def _attend(
         query, key, value, 0.0, True, scale=settings.get("scaling")
     )[0]
     return out.transpose(1, 2).contiguous(), None
+
+
+def check_alike(config: PretrainedConfig) -> None:
+    """Refuses a model whose layers differ, as one of them is counted for all.
+
+    Raises:
+        ConfigError: a layer differs from the first.
+    """
+    with torch.device("meta"):
+        first, *others = find_layers(AutoModelForCausalLM.from_config(config))
+    wanted = structure_of(first)
+    for number, layer in enumerate(others, 1):
+        if structure_of(layer) != wanted:
+            raise ConfigError(
+                f"{type(config).__name__}: expected layers that are alike, got layer {number} "
+                f"({type(layer).__name__}) of another kind than layer 0, in modules, shapes or attributes; plan for the "
+                "model itself by memo.autotune"
+            )
