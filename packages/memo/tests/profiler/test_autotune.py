@@ -57,7 +57,7 @@ def counts(model):
     """Bytes of one layer's passes under each plan: as they run, and counted on fake tensors."""
     undo = offer_attention("sdpa")
     layer = model.model.layers[0]
-    args, kwargs = capture_call(model, list(model.model.layers), batch_of(2048))
+    args, kwargs = capture_call(model, list(model.model.layers), batch_of(256))
     for one in layer.parameters():
         one.grad = torch.zeros_like(one)
     proofs, found = Proofs(), {}
@@ -72,7 +72,11 @@ def counts(model):
 @pytest.mark.parametrize("name", PLANS)
 def test_bytes_on_fake_tensors_are_those_of_a_real_layer(counts, name):
     real, fake = counts[name]
-    assert fake.held_bytes == pytest.approx(real.held_bytes, rel=0.01)
+    # What a real record has beside items: fingerprints of each tile, or the state of torch's generator.
+    tiles_bytes, state_bytes = 832 * 256 // 64, torch.get_rng_state().nbytes
+    beside_bytes = {"plain": 0, "tiles, input": tiles_bytes, "tiles": tiles_bytes}
+    kept_bytes = real.held_bytes - beside_bytes.get(name, state_bytes)
+    assert fake.held_bytes == pytest.approx(kept_bytes, rel=0.01)
     assert fake.passes.forward == pytest.approx(real.passes.forward, rel=0.01)
     assert fake.passes.backward == pytest.approx(real.passes.backward, rel=0.01)
     assert fake.item_bytes.keys() == real.item_bytes.keys()
