@@ -108,9 +108,12 @@ def test_the_help_of_a_package_shows_a_line_of_every_command(package, capsys, mo
 
 @every_command
 def test_the_help_of_a_command_has_two_examples_that_parse(
-    package, name, command, capsys, monkeypatch
+    package, name, command, capsys, monkeypatch, tmp_path
 ):
     monkeypatch.setenv("COLUMNS", "300")  # no line is wrapped
+    # The script of the user's that examples name.
+    (tmp_path / "train.py").write_text("")
+    monkeypatch.chdir(tmp_path)
     assert run(package, name, "--help") == 0
     text = capsys.readouterr().out
     examples = read_examples(command)

@@ -9,7 +9,7 @@ from math import isfinite
 from pathlib import Path
 
 from shared.errors import ConfigError, DataError
-from shared.files import check_not_empty
+from shared.files import check_not_empty, read_text
 
 __all__ = [
     "check_at_least",
@@ -73,18 +73,20 @@ def check_limit(
 
 
 def check_inputs(**files: tuple[Path, str]) -> None:
-    """Refuses input files that are missing or empty; ranks of torchrun leave it to rank 0's reading.
+    """Refuses input files that are missing, empty or no text; ranks of torchrun leave it to rank 0's reading.
 
     Args:
         **files: by options' names, the path and what it should hold.
 
     Raises:
-        DataError: a file is missing, a folder or empty.
+        DataError: a file is missing, a folder or empty, or holds bytes that are no UTF-8 text.
     """
     if "RANK" in os.environ:
         return
     for path, what in files.values():
         check_not_empty(path, what)
+        if path.is_file():  # a pipe is read once
+            read_text(path, what)
 
 
 def check_output(name: str, path: Path, *, is_folder: bool = False) -> None:

@@ -12,8 +12,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-import torch.distributed as dist
-
+from shared.comms import Group
 from shared.errors import ConfigError
 
 __all__ = ["RunLock"]
@@ -54,7 +53,7 @@ class RunLock:
 
 def _describe_conflict(folder: str) -> str:
     num_ranks = os.environ.get("WORLD_SIZE", "1")
-    if num_ranks not in ("", "1") and not dist.is_initialized():
+    if num_ranks not in ("", "1") and not Group.exists():
         return (
             f"{folder}: expected the {num_ranks} processes that torchrun started to save together, "
             f"but this one has no process group and another one saves here; call "
