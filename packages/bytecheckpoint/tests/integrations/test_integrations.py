@@ -109,6 +109,8 @@ def test_transformers_keeps_the_best_by_a_metric(tmp_path):
 def accelerated():
     accelerate = pytest.importorskip("accelerate")
     accelerator = accelerate.Accelerator(cpu=True)
+    # A training that was interrupted amid an accumulation leaves this off, for the whole process.
+    accelerator.sync_gradients = True
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     return (accelerator, *accelerator.prepare(model, optimizer))

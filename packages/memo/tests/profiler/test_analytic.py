@@ -251,7 +251,7 @@ def test_models_that_are_no_language_models_of_long_texts_are_refused_in_a_line(
         ),
         Qwen3MoeConfig(
             hidden_size=64, intermediate_size=64, moe_intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=4, head_dim=16, vocab_size=64, num_experts=2, num_experts_per_tok=1,
+            num_key_value_heads=4, vocab_size=64, num_experts=2, num_experts_per_tok=1,
             mlp_only_layers=[0],
         ),
     ],
