@@ -18,7 +18,7 @@ from hydraulis.planner.assignment import AssignmentProblem, assign
 from hydraulis.planner.pipeline import pipeline_s
 from shared.errors import ConfigError
 
-__all__ = ["Packing", "pack"]
+__all__ = ["Packing", "assign_evenly", "pack"]
 
 _MOST_COUNTS = 16
 """Numbers of micro-batches that are tried."""
@@ -102,12 +102,20 @@ def _counts(lengths: np.ndarray, cost: Cost, fewest: int, stages: int) -> list[i
     return sorted({round(one) for one in np.linspace(fewest, most, _MOST_COUNTS)})
 
 
-def _pack_into(
-    lengths: np.ndarray, cost: Cost, cap: int, stages: int, count: int
-) -> Packing | None:
-    """The packing into so many micro-batches with the least largest one; None if none fits."""
+def assign_evenly(lengths: np.ndarray, cost: Cost, cap: int, count: int) -> np.ndarray | None:
+    """Assigns documents to micro-batches so that the longest of these takes the least time.
+
+    Args:
+        lengths: tokens of each document.
+        cost: seconds of a document.
+        cap: most tokens of a micro-batch.
+        count: number of micro-batches.
+
+    Returns:
+        The micro-batch of each document; None where the search finds no packing.
+    """
     seconds = cost.sequence_s(lengths)
-    found = assign(
+    return assign(
         AssignmentProblem(
             seconds=np.ascontiguousarray(np.broadcast_to(seconds[:, None], (len(lengths), count))),
             warm_up=np.zeros(count),
@@ -116,6 +124,14 @@ def _pack_into(
             room=np.full(count, float(cap)),
         )
     )
+
+
+def _pack_into(
+    lengths: np.ndarray, cost: Cost, cap: int, stages: int, count: int
+) -> Packing | None:
+    """The packing into so many micro-batches with the least largest one; None if none fits."""
+    seconds = cost.sequence_s(lengths)
+    found = assign_evenly(lengths, cost, cap, count)
     if found is None:
         return None
     groups = [np.flatnonzero(found == number) for number in range(count)]

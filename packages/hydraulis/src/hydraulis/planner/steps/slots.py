@@ -7,9 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from hydraulis.config import Cost, Replica
-from hydraulis.planner.assignment import AssignmentProblem, assign
 from hydraulis.planner.dispatch import dispatch
-from hydraulis.planner.packing import pack
+from hydraulis.planner.packing import assign_evenly, pack
 from hydraulis.planner.steps.bins import fill_bins, split_bins
 from shared.errors import ConfigError
 
@@ -136,16 +135,7 @@ def _bins(
     lengths: np.ndarray, cost: Cost, cap: int, count: int, *, may_be_empty: bool = False
 ) -> list[list[int]] | None:
     """Exactly so many micro-batches, all alike in seconds; None if they do not fit."""
-    seconds = cost.sequence_s(lengths)
-    places = assign(
-        AssignmentProblem(
-            seconds=np.ascontiguousarray(np.broadcast_to(seconds[:, None], (len(lengths), count))),
-            warm_up=np.zeros(count),
-            fits=np.ones((len(lengths), count), dtype=bool),
-            tokens=lengths.astype(float),
-            room=np.full(count, float(cap)),
-        )
-    )
+    places = assign_evenly(lengths, cost, cap, count)
     if places is None:
         # The search for equal seconds does not find every packing.
         bins = fill_bins(lengths, np.arange(len(lengths)), cap)
