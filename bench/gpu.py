@@ -6,7 +6,8 @@ need transformers, and a peer of memo's trl:
     PYTHONPATH=shared/src python bench/gpu.py --out bench/results
 
 Runs the tests marked `gpu` of shared/tests, then measures each kernel beside a device copy in the
-same run, in turns. Appends each claim to `history.jsonl` in `--out` and replaces `gpu-<device>.md` there;
+same run, in turns. Appends each claim to `history.jsonl` in `--out` and replaces `gpu-<device>.md` there,
+both after each part of the rows, so that a run that is stopped has lost one part at most;
 what another machine has written goes to bench/results by appending its lines to the history there.
 A part of the rows, `--only memo` for instance, leaves the report as it is. Kernels take a few minutes on one
 H100-class GPU, steps of up to half a million tokens longer. Exit status 1 when a test or a check fails, 2 without a
@@ -22,6 +23,7 @@ import os
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -35,6 +37,7 @@ from definition import Definition
 from gpu_adam import adam_rows
 from gpu_clock import Figure, Row, measure
 from gpu_documents import document_rows
+from gpu_log_probs import log_probs_rows
 from gpu_matmul import weight_matmul_rows
 from gpu_report import benchmark_name, claim_run, render_gpu_report
 from gpu_steps import step_rows
@@ -297,80 +300,6 @@ def attention_rows(device: str, num_roots: int, turns: int) -> list[Row]:
     return found
 
 
-def log_probs_rows(device: str, num_rows: int, vocabulary: int, turns: int) -> list[Row]:
-    """Log-probabilities and entropies of tokens against all logits in torch, at two widths.
-
-    Heads of 0.5 and 1.5 billion parameters: few products a logit, so that torch is bound by memory.
-    """
-    import torch
-
-    from shared.kernels.token_log_probs import answer, gradients, partial_sums
-
-    found = []
-    for dim in (896, 1536) if device == "cuda" else (20, 40):
-        hidden = torch.randn(num_rows, dim, device=device).bfloat16().requires_grad_()
-        weight = (torch.randn(vocabulary, dim, device=device) / dim**0.5).bfloat16()
-        weight.requires_grad_()
-        tokens = torch.randint(0, vocabulary, (num_rows,), device=device)
-        grads = torch.randn(2, num_rows, device=device)
-
-        def fused(
-            backward: bool, hidden=hidden, weight=weight, tokens=tokens, grads=grads
-        ) -> list[torch.Tensor]:
-            said = answer(partial_sums(hidden, weight, tokens))
-            given = gradients(hidden, weight, tokens, 1.0, said, *grads) if backward else ()
-            return [said.log_probs, said.entropy, *given]
-
-        def plain(
-            backward: bool, hidden=hidden, weight=weight, tokens=tokens, grads=grads
-        ) -> list[torch.Tensor]:
-            with torch.set_grad_enabled(backward):
-                log_p = (hidden @ weight.t()).float().log_softmax(1)
-                said = log_p.gather(1, tokens[:, None])[:, 0], -(log_p.exp() * log_p).sum(1)
-            given = torch.autograd.grad(said, [hidden, weight], list(grads)) if backward else ()
-            return [*(part.detach() for part in said), *given]
-
-        out = torch.empty_like(weight)
-        for name, backward in (("log-probs", False), ("log-probs, with gradients", True)):
-            # Torch rounds logits to half types, by up to 2^-6 where they are 4 to 8, with
-            # log-probabilities of -10 and less.
-            correct = all(
-                bool((ours - theirs).abs().max() <= 2**-7 * max(1.0, float(theirs.abs().max())))
-                for ours, theirs in zip(fused(backward), plain(backward), strict=True)
-            )
-            shape = f"{num_rows} rows, vocabulary {vocabulary}, D = {dim}, bfloat16"
-            note = ""
-            if device == "cuda":
-                ours, theirs = (peak_bytes(partial(way, backward)) for way in (fused, plain))
-                # Beside the gradients, a block of slopes and what torch makes of it.
-                correct &= ours <= 2 * (hidden.nbytes + weight.nbytes) * backward + 2**29
-                note = f"{ours / 1e6:.0f} MB at most, torch {theirs / 1e6:.0f}"
-            found.append(
-                measure(
-                    name,
-                    shape,
-                    partial(fused, backward),
-                    bytes_moved=(1 + backward) * (hidden.nbytes + weight.nbytes),
-                    copy=((lambda out=out, weight=weight: out.copy_(weight)), 2 * weight.nbytes),
-                    correct=correct,
-                    turns=turns,
-                    baseline=("all logits in torch", partial(plain, backward)),
-                    note=note,
-                )
-            )
-    return found
-
-
-def peak_bytes(function: Callable[[], object]) -> int:
-    """Most memory of the device in use at once, above what was before."""
-    import torch
-
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    function()
-    return torch.cuda.max_memory_allocated() - before
-
-
 def run_tests() -> tuple[bool, str]:
     """The GPU tests in a child process; whether they passed, and pytest's last line."""
     env = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "MESHYARD_KERNELS")}
@@ -392,21 +321,13 @@ def run_tests() -> tuple[bool, str]:
     return done.returncode == 0 and " passed" in f" {last}", last
 
 
-def keep(
-    rows: list[Row | Figure],
-    out: Path,
-    of_commit: str,
-    tests: str,
-    took_s: float,
-    *,
-    is_whole: bool,
-) -> None:
-    """Appends the claims to the history in `out`, and replaces the device's report there by a whole run's."""
+def describe_run(of_commit: str) -> dict[str, Any]:
+    """What a claim says of the run that measured it."""
     import torch
 
     device = torch.cuda.get_device_properties(0)
     definition = Definition(Path(__file__))
-    told: dict[str, Any] = {
+    return {
         "revision": definition.revision,
         "command": "hatch run bench-gpu",
         "commit": of_commit,
@@ -414,11 +335,30 @@ def keep(
         "machine": f"{device.name}, {device.total_memory / 2**30:.0f} GiB; {describe_machine()}",
         "versions": versions(definition, ROOT),
     }
-    name = benchmark_name(device.name)
-    append_history(out / "history.jsonl", [claim_run(row, told, name) for row in rows])
-    if is_whole:
-        text = render_gpu_report(device.name, rows, told, tests, took_s)
-        (out / f"{name}.md").write_text(text, encoding="utf-8")
+
+
+def keep(rows: list[Row | Figure], out: Path, of_commit: str) -> None:
+    """Appends the claims to the history in `out`."""
+    import torch
+
+    run, name = describe_run(of_commit), benchmark_name(torch.cuda.get_device_name(0))
+    append_history(out / "history.jsonl", [claim_run(row, run, name) for row in rows])
+
+
+def write_report(
+    rows: list[Row | Figure],
+    out: Path,
+    of_commit: str,
+    tests: str,
+    took_s: float,
+    failed: list[str],
+) -> None:
+    """Replaces the device's report in `out`."""
+    import torch
+
+    device = torch.cuda.get_device_name(0)
+    text = render_gpu_report(device, rows, describe_run(of_commit), tests, took_s, failed)
+    (out / f"{benchmark_name(device)}.md").write_text(text, encoding="utf-8")
 
 
 def parts_of(device: str) -> dict[str, Callable[[], list[Any]]]:
@@ -484,10 +424,25 @@ def main() -> int:
         print("bench-gpu: expected a CUDA device, found none; --rehearse needs none")
         return 2
     passed, tests = run_tests()
-    rows = [row for name in chosen for row in parts[name]()]
-    keep(rows, args.out, args.commit, tests, time.time() - started, is_whole=not args.only)
-    print(f"bench-gpu: appended to {args.out / 'history.jsonl'}")
-    return 0 if passed and all(row.correct for row in rows) else 1
+    rows: list[Row | Figure] = []
+    failed: list[str] = []
+    for name in chosen:
+        try:
+            added = parts[name]()
+        except Exception:  # noqa: BLE001  a part that fails leaves the others' rows to be measured
+            traceback.print_exc()
+            failed.append(name)
+            continue
+        rows += added
+        took_s = time.time() - started
+        # After every part: a run that is stopped has lost one part at most.
+        keep(added, args.out, args.commit)
+        if not args.only:
+            write_report(rows, args.out, args.commit, tests, took_s, failed)
+        print(f"bench-gpu: {name} kept, {took_s:.0f} s", flush=True)
+    if failed:
+        print(f"bench-gpu: failed: {', '.join(failed)}")
+    return 0 if passed and not failed and all(row.correct for row in rows) else 1
 
 
 if __name__ == "__main__":

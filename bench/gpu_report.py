@@ -5,7 +5,7 @@ against that of a device copy in the same turns. A figure claims its own ratio.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from gpu_clock import Figure, Row
@@ -85,7 +85,12 @@ def claim_run(row: Row | Figure, told: dict[str, Any], benchmark: str) -> ClaimR
 
 
 def render_gpu_report(
-    device: str, rows: Iterable[Row | Figure], told: dict[str, Any], tests: str, took_s: float
+    device: str,
+    rows: Iterable[Row | Figure],
+    told: dict[str, Any],
+    tests: str,
+    took_s: float,
+    failed: Sequence[str] = (),
 ) -> str:
     """Writes the Markdown of one device.
 
@@ -95,6 +100,7 @@ def render_gpu_report(
         told: command, commit, date, machine, versions and the benchmark's revision.
         tests: the last line of the tests on the device.
         took_s: seconds of the whole run.
+        failed: parts of the rows that ended in an error.
     """
     rows = list(rows)
     heads = ("kernel and input", "ms", "GB/s (share of a copy)", "speed against", "correct")
@@ -111,6 +117,8 @@ def render_gpu_report(
         _READING,
         table(heads, kernels),
     ]
+    if failed:
+        parts.append(f"No rows, because they ended in an error: {', '.join(failed)}.")
     if figures:
         parts += [table(("figure and input", "ours", "against", "ratio", "correct"), figures)]
     return "\n\n".join(parts) + "\n"
