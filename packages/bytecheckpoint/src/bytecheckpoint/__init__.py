@@ -22,12 +22,14 @@ if getattr(shared, "__project__", None) != "meshyard":
     )
 
 if TYPE_CHECKING:
-    from bytecheckpoint.checkpointer import Checkpointer, load, save
+    from bytecheckpoint.checkpointer import Checkpointer
     from bytecheckpoint.integrations.dcp_storage import DCPReader, DCPWriter
     from bytecheckpoint.loading.checkpoint import Checkpoint, open
     from bytecheckpoint.loading.loading import LoadReport
+    from bytecheckpoint.loading.one_checkpoint import load
     from bytecheckpoint.loading.rates import Rates
     from bytecheckpoint.saving.job import Handle
+    from bytecheckpoint.saving.one_checkpoint import save
     from bytecheckpoint.state.loader_state import LoaderState
     from bytecheckpoint.state.local_tensors import FlatShard
     from bytecheckpoint.state.rng import rng_state
@@ -51,11 +53,13 @@ __all__ = [
 __version__ = "0.1.0"
 
 _HOMES = {
-    "checkpointer": ("Checkpointer", "load", "save"),
+    "checkpointer": ("Checkpointer",),
     "integrations.dcp_storage": ("DCPReader", "DCPWriter"),
     "saving.job": ("Handle",),
+    "saving.one_checkpoint": ("save",),
     "state.loader_state": ("LoaderState",),
     "loading.loading": ("LoadReport",),
+    "loading.one_checkpoint": ("load",),
     "loading.checkpoint": ("Checkpoint", "open"),
     "loading.rates": ("Rates",),
     "state.rng": ("rng_state",),

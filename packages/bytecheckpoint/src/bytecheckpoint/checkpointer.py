@@ -1,11 +1,10 @@
-"""Saving and loading: the checkpoints of a training run by step, or one checkpoint at a path."""
+"""The checkpoints of a training run, by step."""
 
 from __future__ import annotations
 
 import logging
 import math
 import os
-from collections.abc import Mapping
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Literal
@@ -13,29 +12,24 @@ from typing import Any, Literal
 import msgspec
 import torch
 
-from bytecheckpoint.loading.loading import Dedupe, LoadReport, load_state
-from bytecheckpoint.loading.rates import Rates
-from bytecheckpoint.loading.source import split_url
+from bytecheckpoint.loading.loading import LoadReport, load_state
 from bytecheckpoint.ranks.failure import Failure
-from bytecheckpoint.ranks.team import Team
 from bytecheckpoint.ranks.trace import Trace
 from bytecheckpoint.saving.job import Handle, wait_for_saves
 from bytecheckpoint.saving.retention import Best, Retention, check_metric
 from bytecheckpoint.saving.run_lock import RunLock
-from bytecheckpoint.saving.saver import Saver, StageKind
+from bytecheckpoint.saving.saver import TIMEOUT, Saver, StageKind
 from bytecheckpoint.saving.termination import FinishOnSignal
 from bytecheckpoint.storage import open_storage
 from bytecheckpoint.storage.files import commit
-from bytecheckpoint.storage.files.manifest import MANIFEST_NAME
 from bytecheckpoint.storage.local import LocalStorage
 from shared.comms import ProcessGroup
 from shared.errors import ConfigError
 
-__all__ = ["Checkpointer", "load", "save"]
+__all__ = ["Checkpointer"]
 
 WhenBusy = Literal["wait", "drop", "fail"]
 OnError = Literal["raise", "warn"]
-_TIMEOUT = timedelta(minutes=30)
 _log = logging.getLogger(__name__)
 
 
@@ -68,7 +62,7 @@ class Checkpointer:
         when_busy: WhenBusy = "wait",
         overwrite: bool = False,
         stage: StageKind = "arena",
-        timeout: timedelta = _TIMEOUT,
+        timeout: timedelta = TIMEOUT,
         on_error: OnError = "raise",
         process_group: ProcessGroup | None = None,
         finish_on_sigterm: bool = False,
@@ -397,102 +391,3 @@ class Checkpointer:
         for one in self._retention.find_removable(self._steps, step, self._metrics):
             commit.remove_checkpoint(self._storage, commit.format_step(one))
             self._steps.remove(one)
-
-
-def save(
-    path: str | os.PathLike[str],
-    state: dict[str, Any],
-    *,
-    overwrite: bool = False,
-    timeout: timedelta = _TIMEOUT,
-    process_group: ProcessGroup | None = None,
-    verify_replicas: bool | None = None,
-) -> None:
-    """Saves one checkpoint and returns when it exists; called by all ranks.
-
-    Args:
-        path: path of its folder, or a URL that fsspec opens.
-        state: see `Checkpointer.save`.
-        overwrite: replace an existing checkpoint, atomically once the new one is complete.
-        timeout: how long to wait for the slowest rank.
-        process_group: the ranks that save together; None: all of the world.
-        verify_replicas: see `Checkpointer`.
-
-    Raises:
-        FileExistsError: there is a checkpoint.
-        DataError: the state cannot be saved.
-        OSError: the storage refused; all ranks raise.
-    """
-    root, name = split_url(os.fspath(path))
-    storage = open_storage(root)
-
-    def check() -> None:
-        if saver.team.is_coordinator and not overwrite and MANIFEST_NAME in storage.list(name):
-            raise FileExistsError(
-                f"{path}: expected no checkpoint, but there is one; choose another path, or pass "
-                f"overwrite=True to replace it"
-            )
-
-    saver = Saver(
-        storage, timeout=timeout, process_group=process_group, verify_replicas=verify_replicas
-    )
-    handle = saver.save(name, state, overwrite=overwrite, check=check)
-    saver.finish()
-    handle.committed.result()
-
-
-def load(
-    path: str | os.PathLike[str],
-    state: dict[str, Any],
-    *,
-    strict: bool = True,
-    atomic: bool = False,
-    verify: bool = True,
-    cast: bool = False,
-    rename: Mapping[str, str] | None = None,
-    dedupe: Dedupe = "auto",
-    rates: Rates | None = None,
-    num_threads: int | None = None,
-    process_group: ProcessGroup | None = None,
-) -> LoadReport:
-    """Loads one checkpoint into a state in any layout; called by all ranks.
-
-    Args:
-        path: path of its folder: ours, torch DCP's, or one of safetensors files ("hf://" may stand
-            before it).
-        state: as for saving; tensors are written to in place. A state with only some of the saved
-            keys loads only those.
-        strict: whether state and checkpoint must have the same names below these keys.
-        atomic: leave every destination as it was if the load fails; takes memory for a second copy.
-        verify: compare every block with its checksum before it is used.
-        cast: convert elements whose type differs from the checkpoint's.
-        rename: beginnings of names in the state by those in the checkpoint, as
-            {"model.encoder.": "model.backbone."}; an optimizer's state follows its parameters.
-        dedupe: "always": data that several ranks need is read once and sent to the others;
-            "never": each rank reads all it needs; "auto": whichever `rates` predict to be faster.
-        rates: rates of storage and network, for "auto"; measured by default.
-        num_threads: number of parallel reads per rank; None: chosen by kind of storage.
-        process_group: the ranks that load together; None: all of the world.
-
-    Returns:
-        A report of what was read, and how.
-
-    Raises:
-        FileNotFoundError: there is no checkpoint.
-        DataError: it is damaged or does not fit; all ranks raise.
-    """
-    root, name = split_url(os.fspath(path))
-    return load_state(
-        Team(process_group),
-        open_storage(root),
-        name,
-        state,
-        strict=strict,
-        atomic=atomic,
-        verify=verify,
-        cast=cast,
-        rename=rename,
-        dedupe=dedupe,
-        rates=rates,
-        num_threads=num_threads,
-    )

@@ -9,7 +9,8 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
-from bytecheckpoint.checkpointer import load, save
+from bytecheckpoint.loading.one_checkpoint import load
+from bytecheckpoint.saving.one_checkpoint import save
 from bytecheckpoint.state.rng import rng_state
 from bytecheckpoint.storage.files.manifest import MANIFEST_NAME
 from shared.errors import ConfigError

@@ -36,8 +36,10 @@ from shared.comms import ProcessGroup
 from shared.errors import ConfigError
 from shared.topology.boxes import Box
 
-__all__ = ["Saver", "StageKind", "list_rows"]
+__all__ = ["TIMEOUT", "Saver", "StageKind", "list_rows"]
 
+TIMEOUT = timedelta(minutes=30)
+"""How long a save waits for the slowest rank by default."""
 StageKind = Literal["arena", "fork"]
 Row = tuple[str, str, tuple[int, ...], Box]
 
