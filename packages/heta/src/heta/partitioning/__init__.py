@@ -1,0 +1,1 @@
+"""Decides which host computes which relations: closures, predicted step times, plans."""
