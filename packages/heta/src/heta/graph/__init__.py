@@ -1,0 +1,1 @@
+"""Describe: schema, graph, formats, and the folders of parts."""
