@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,18 @@ from torch import Tensor
 from heta.graph.schema import Relation, name_relation
 from shared.errors import DataError
 
-__all__ = ["read_edges", "read_features", "read_labels", "read_mask"]
+__all__ = [
+    "MASKS",
+    "check_unused",
+    "choose_target",
+    "read_edges",
+    "read_features",
+    "read_labels",
+    "read_mask",
+]
+
+# What PyG and DGL call the masks, and their splits.
+MASKS = {"train_mask": "train", "val_mask": "val", "test_mask": "test"}
 
 # Below it, float32 holds every whole number exactly.
 _MAX_WHOLE = 2**24
@@ -137,6 +148,46 @@ def read_mask(split: str, mask: Any, target: str, num_nodes: int) -> Bool[Tensor
             f"{tensor.dtype} {list(tensor.shape)}; of ids make one by mask[ids] = True"
         )
     return tensor.to(torch.bool).contiguous()
+
+
+def check_unused(label: str, names: Collection[Any], ignore: Collection[str]) -> None:
+    """Refuses what training would leave out, unless the user said so.
+
+    Args:
+        label: what has it, for the error.
+        names: what is not read.
+        ignore: what the user leaves out.
+
+    Raises:
+        DataError: a name is not to be ignored.
+    """
+    if isinstance(ignore, str):
+        raise DataError(f"ignore: expected a list of names, got {ignore!r}; give ({ignore!r},)")
+    unused = sorted(str(name) for name in names if name not in ignore)
+    if unused:
+        raise DataError(
+            f"{label}: expected only what training reads, got also {', '.join(unused)}; make features of "
+            f"it, or leave it out by ignore={tuple(unused)!r}"
+        )
+
+
+def choose_target(
+    label: str, kinds: Sequence[str], target: str | None, labelled: Sequence[str], name: str
+) -> str:
+    """Returns the target: the type that the user names, else the only one with labels.
+
+    Raises:
+        DataError: there is no such type, or not exactly one has labels and none is named.
+    """
+    if target is None and len(labelled) != 1:
+        raise DataError(
+            f"{label}: expected one type with {name!r}, got {list(labelled)} of the types {list(kinds)}; "
+            "name the target"
+        )
+    target = labelled[0] if target is None else target
+    if target not in kinds:
+        raise DataError(f"target: expected one of the types {list(kinds)}, got {target!r}")
+    return target
 
 
 def _read_ids(label: str, ids: Any) -> Tensor:
