@@ -26,7 +26,7 @@ CHARS = CharTokenizer("0123456789")
 
 # Worker processes import it by name; what it does with a row depends on the row's text.
 THEIRS = """
-import os, subprocess, time
+import os, signal, subprocess, time
 from hybridflow.tasks.rewards import reward
 
 @reward(in_process=False, time_limit_s=0.3, on_error="drop", workers=2)
@@ -57,6 +57,16 @@ def tireless(sample, text):
 @reward(in_process=False, on_error="drop", memory_limit_bytes=8 << 30)
 def greedy(sample, text):
     return float(len(bytearray(16 << 30 if text == "1" else 1)))
+
+@reward(in_process=False, on_error="drop", workers=2)
+def deadly(sample, text):
+    if text == "2":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if text == "3" and not os.fork():
+        time.sleep(60)  # the copy keeps what its worker answers by
+    if text in "13":
+        os._exit(7)
+    return 1.0
 
 @reward(in_process=False)
 def strict(sample, text):
@@ -230,8 +240,8 @@ def theirs(tmp_path_factory):
         patch.syspath_prepend(folder)
         module = importlib.import_module("their_rewards")
         yield module
-        module.careful.close()
-        module.strict.close()
+        for one in (module.careful, module.deadly, module.strict):
+            one.close()
 
 
 @pytest.mark.slow
@@ -242,6 +252,14 @@ def test_worker_processes_survive_whatever_rows_do(theirs):
     assert scored["scores"][:3].tolist() == [4.5, 0, 5.5]
     assert scored["scores"][3] not in (0, 99.5, 99.5 + os.getpid())
     assert scored.meta["reward_errors"] == 3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("texts", ["1212", "143214"])
+def test_rows_that_kill_their_worker_are_errors_of_their_own(theirs, texts):
+    scored = theirs.deadly(make_roll(*texts), CHARS)
+    assert scored["is_dropped"].tolist() == [text != "4" for text in texts]
 
 
 @pytest.mark.slow
@@ -260,7 +278,6 @@ def test_worker_processes_are_kept_and_replaced(theirs):
     assert pickle.loads(pickle.dumps(theirs.careful)) is theirs.careful
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 @pytest.mark.parametrize("text", ["6", "7"])
 def test_what_a_call_has_started_ends_with_its_worker(theirs, tmp_path, text):

@@ -35,6 +35,9 @@ __all__ = [
     "out_of_time",
 ]
 
+# Seconds between two looks at whether workers live: what a worker has forked keeps its link open.
+_CHECK_S = 0.5
+
 
 @dataclass(frozen=True, slots=True)
 class RewardCall:
@@ -133,19 +136,28 @@ class CallWorkers:
         """Workers that have answered, died or run out of time."""
         busy = {worker.link: k for k, worker in enumerate(self._workers) if not worker.is_ready}
         deadline = min(self._workers[k].deadline for k in busy.values())
-        wait_s = None if deadline == math.inf else max(0.0, deadline - time.monotonic())
+        wait_s = min(max(0.0, deadline - time.monotonic()), _CHECK_S)
         ended, now = connection.wait(list(busy), wait_s), time.monotonic()
-        return [k for link, k in busy.items() if link in ended or self._workers[k].deadline <= now]
+        return [
+            k
+            for link, k in busy.items()
+            if link in ended
+            or self._workers[k].deadline <= now
+            or not self._workers[k].process.is_alive()
+        ]
 
     def _take(self, k: int) -> tuple[RewardCall, list[Any]] | None:
         worker = self._workers[k]
         call = worker.call
+        is_alive = worker.process.is_alive()  # before the poll, as it may answer and die
         try:
             if worker.link.poll():
                 message = worker.link.recv()
                 worker.become_ready()
-            else:
+            elif is_alive:
                 message = out_of_time(self._limits.time_s)
+            else:
+                message = RewardFailure(self._death(worker.process.exitcode))
         except (EOFError, OSError):
             worker.process.join(5)
             message = RewardFailure(self._death(worker.process.exitcode))
