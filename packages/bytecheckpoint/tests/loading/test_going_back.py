@@ -26,7 +26,6 @@ def build(kind):
 KINDS = {
     "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.1),
     "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
-    "LBFGS": lambda parameters: torch.optim.LBFGS(parameters, lr=0.1),
 }
 
 
@@ -49,6 +48,36 @@ def test_optimizer_state_from_after_the_checkpoint_is_dropped(tmp_path, kind, nu
         model.zero_grad()
         bcp.load(tmp_path / "c", state, strict=strict)
     assert all(map(torch.equal, *histories))
+
+
+def test_lists_of_tensors_in_an_optimizers_state_are_loaded_into_a_new_one(tmp_path):
+    def build():
+        torch.manual_seed(0)
+        model = nn.Linear(3, 1)
+        return model, torch.optim.LBFGS(model.parameters(), lr=0.1)
+
+    def train(model, optimizer):
+        def closure():
+            optimizer.zero_grad()
+            loss = (model(torch.arange(6.0).view(2, 3)) - 1).square().mean()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+
+    histories = []
+    for is_resumed in (False, True):
+        model, optimizer = build()
+        state = {"model": model, "optimizer": optimizer}
+        if is_resumed:
+            bcp.load(tmp_path / "c", state)
+        else:
+            train(model, optimizer)
+            bcp.save(tmp_path / "c", state)
+        assert len(optimizer.state[model.weight]["old_dirs"]) > 1
+        train(model, optimizer)
+        histories.append(model.weight.detach())
+    assert torch.equal(*histories)
 
 
 def test_a_key_of_a_parameter_from_after_the_checkpoint_is_dropped(tmp_path):

@@ -28,6 +28,7 @@ def _state(drifted=(), *, size=64):
         "scale": torch.tensor(3.0),
         "grid": DTensor.from_local(local, mesh, (Replicate(), Shard(0)), run_check=False),
         "none": torch.empty(0, 5),
+        "strided": torch.arange(6.0)[::2],
         "conjugate": torch.ones(3, dtype=torch.complex64).conj(),
     }
     for name, ranks in drifted:
@@ -87,6 +88,24 @@ def test_many_differing_tensors_are_one_short_message(four):
     (text,) = set(four.run(_checks, [1, 3]).results)
     assert "(and of 63 other boxes or more)" in text
     assert len(text) < 400
+
+
+def _fail_to_hash(rank_that_fails):
+    from bytecheckpoint.ranks.team import Team
+    from bytecheckpoint.state.describe import describe
+
+    team = Team()
+    tensors = describe({"weight": torch.ones(3)}, team.rank).tensors
+    if team.rank == rank_that_fails:
+        dtype, shape, ((box, piece),) = tensors["weight"]
+        tensors["weight"] = dtype, shape, [(box, piece.to("meta"))]
+    with pytest.raises(Exception, match="meta") as caught:
+        check_replicas(team, tensors)
+    return f"rank {rank_that_fails}" in str(caught.value) or team.rank == rank_that_fails
+
+
+def test_an_error_of_one_rank_is_raised_on_all(four):
+    assert all(four.run(_fail_to_hash, 2).results)
 
 
 def _save_drifted(path):

@@ -50,9 +50,8 @@ def check_replicas(
     mine, names, error = np.empty((0, 3), dtype=np.uint64), {}, None
     try:
         mine, names = _hash(team.rank, tensors, replicas)
-    except Exception as caught:  # noqa: BLE001 - raised on all ranks together
+    except Exception as caught:  # noqa: BLE001 - raised on all ranks together, at the end
         error = caught
-    team.agree(error)
     merged = team.gather(mine.tobytes(), _merge)
     differing = _decode(team.broadcast(None if merged is None else _find_differing(merged)))
     ranks: dict[int, list[int]] = {}
