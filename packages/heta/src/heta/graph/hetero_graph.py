@@ -58,7 +58,7 @@ class HeteroGraph:
         target: str,
         label: Any = None,
         masks: Mapping[str, Any] | None = None,
-        node_ids: Mapping[str, np.ndarray] | None = None,
+        node_ids: Mapping[str, Any] | None = None,
     ) -> None:
         """Checks and converts tensors, arrays or lists.
 

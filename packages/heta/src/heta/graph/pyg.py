@@ -70,7 +70,7 @@ def from_pyg(
         {relation: _read_edges(data, relation, ignore) for relation in data.edge_types},
         feat,
         target=target,
-        label=store[label] if label in store else None,
+        label=store.get(label),
         masks={split: store[mask] for mask, split in MASKS.items() if mask in store},
     )
 
