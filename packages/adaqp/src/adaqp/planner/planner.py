@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float64, Int64
 
-from adaqp.planner import greedy, milp
+from adaqp.planner import greedy
 from adaqp.planner.explanation import explain
 from adaqp.planner.problem import Assignment, Numbers, fields_from_json
 from adaqp.planner.solvers import SOLVERS, SolverAnswer
@@ -132,6 +132,8 @@ def by_greedy(problem: Assignment, time_limit_s: float) -> SolverAnswer:
 
 def by_milp(problem: Assignment, time_limit_s: float) -> SolverAnswer:
     """HiGHS's answer, or the greedy one where HiGHS ran out of time before it found a better one."""
+    from adaqp.planner import milp  # imports scipy.optimize, which the greedy solver does not need
+
     started_s = time.perf_counter()
     quick = by_greedy(problem, time_limit_s)
     left_s = max(time_limit_s - (time.perf_counter() - started_s), 1e-3)
