@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from shared.comms.init import init_from_env
     from shared.comms.launch import RankPool, RunResult
     from shared.comms.ledger import Ledger, LedgerSnapshot, Traffic
+    from shared.comms.merging import merge_all_reduce
     from shared.comms.netlab import HostCounters, NetLab, NetLabUnavailable
     from shared.comms.rounds import PendingRounds, Round
     from shared.comms.tree import Tree
@@ -51,6 +52,7 @@ __all__ = [
     "broadcast",
     "gather_v",
     "init_from_env",
+    "merge_all_reduce",
     "post_rounds",
     "scatter_v",
 ]
@@ -65,6 +67,7 @@ _HOME = {
     "PendingRounds": "rounds",
     "Round": "rounds",
     "post_rounds": "courier",
+    "merge_all_reduce": "merging",
     "RankPool": "launch",
     "RunResult": "launch",
     "HostCounters": "netlab",

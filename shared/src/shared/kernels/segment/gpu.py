@@ -5,9 +5,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shared.kernels.segment.reference import transpose
+from shared.kernels.segment.reference import (
+    segment_max,
+    segment_max_backward,
+    spmm_backward,
+    transpose,
+)
 
-__all__ = ["spmm", "transpose"]
+__all__ = ["segment_max", "segment_max_backward", "spmm", "spmm_backward", "transpose"]
 
 # Edges loaded together hide each other's latency; a guess, no device was at hand.
 _EDGES = 8

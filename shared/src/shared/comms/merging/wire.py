@@ -1,0 +1,114 @@
+"""How rows of several tensors travel: one row of bytes for each, all tensors beside one another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from shared.errors import ConfigError
+from shared.kernels.quantize import dequantize, quantize
+
+__all__ = ["RowFormat"]
+
+_WIRES = (None, "float32", "bfloat16", "int8")
+# Fewest numbers a row that are narrowed below float32: fewer save little, and may be exponents.
+_MIN_WIDTH = 16
+_PARAM_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class _Column:
+    """What one tensor adds to a row of bytes.
+
+    Attributes:
+        shape: The tensor's, without its rows.
+        dtype: The tensor's.
+        sent: Type on the way; torch.int8: codes, behind their zero point and scale.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    sent: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes a row."""
+        params = _PARAM_BYTES if self.is_quantized else 0
+        return prod(self.shape) * self.sent.itemsize + params
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether floats travel as codes."""
+        return self.sent == torch.int8 and self.dtype.is_floating_point
+
+    def encode(self, tensor: Tensor) -> Tensor:
+        """Rows of bytes."""
+        rows = tensor.reshape(len(tensor), prod(self.shape))
+        if self.is_quantized:
+            return _quantize(rows)
+        return rows.to(self.sent).contiguous().view(torch.uint8)
+
+    def decode(self, data: Tensor) -> Tensor:
+        """The tensor of rows of bytes."""
+        if self.is_quantized:
+            params = data[:, :_PARAM_BYTES].contiguous().view(torch.float32)
+            codes = data[:, _PARAM_BYTES:].contiguous()
+            rows = dequantize(codes, params, 8, prod(self.shape), dtype=self.dtype)
+        else:
+            rows = data.contiguous().view(self.sent).to(self.dtype)
+        return rows.reshape(len(data), *self.shape)
+
+
+class RowFormat:
+    """Encodes rows of some tensors as rows of bytes, each row on its own.
+
+    Args:
+        tensors: with the same number of rows; others of these types and row shapes can be encoded
+            too.
+        wire: type of floats on the way, or None.
+
+    Raises:
+        ConfigError: `wire` is unknown.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], wire: str | None) -> None:
+        if wire not in _WIRES:
+            raise ConfigError(f"wire must be one of {', '.join(map(str, _WIRES))}, got {wire!r}")
+        self._columns = [
+            _Column(tuple(tensor.shape[1:]), tensor.dtype, _sent_type(tensor, wire))
+            for tensor in tensors
+        ]
+
+    def encode(self, tensors: Sequence[Tensor]) -> Tensor:
+        """The tensors as uint8 [rows, bytes]."""
+        parts = [
+            column.encode(tensor) for column, tensor in zip(self._columns, tensors, strict=True)
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+    def decode(self, message: Tensor) -> list[Tensor]:
+        """The tensors of a message, or of some of its rows."""
+        parts = message.split([column.num_bytes for column in self._columns], 1)
+        return [column.decode(part) for column, part in zip(self._columns, parts, strict=True)]
+
+
+def _sent_type(tensor: Tensor, wire: str | None) -> torch.dtype:
+    own = tensor.dtype
+    if wire is None or not own.is_floating_point:
+        return own
+    narrow = getattr(torch, wire if prod(tensor.shape[1:]) >= _MIN_WIDTH else "float32")
+    return narrow if narrow.itemsize < own.itemsize else own
+
+
+def _quantize(rows: Tensor) -> Tensor:
+    packed = quantize(rows, 8, key=0, rounding="nearest")
+    low, high = rows.float().aminmax(dim=1)
+    # The kernel knows no infinities; a row of one alone has it as its zero point and no scale.
+    is_infinite = (low == high) & low.isinf()
+    constant = torch.stack([low, torch.zeros_like(low)], 1)
+    params = torch.where(is_infinite[:, None], constant, packed.params)
+    return torch.cat([params.contiguous().view(torch.uint8), packed.data], 1)
