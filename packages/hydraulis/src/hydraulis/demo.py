@@ -30,6 +30,8 @@ __all__ = ["plan_claim", "run", "simulated_claim", "trained_claim"]
 
 _DIVISOR, _CAP, _STEP_TOKENS = 16, 2048, 8192
 """Every 16th byte is a token, so that the documents fit this machine."""
+_TIMED = ((2048,), (512,) * 4, (512,), (128,) * 4)
+"""Lengths of the micro-batches that the cost is fitted to."""
 _RANKS, _RANK_CAP = 16, 65_536
 _COST = Cost(a=5.128e-9, b=1.8396e-4)
 """Seconds of a 7-billion-weight model on a GPU (FlexSP's published constants)."""
@@ -171,7 +173,7 @@ def _train(
     model = AutoModelForCausalLM.from_config(
         LlamaConfig(vocab_size=256, num_attention_heads=4, num_key_value_heads=4, **shape)
     )
-    cost = measure_cost(model, _CAP, repeats=2)
+    cost = measure_cost(model, _CAP, repeats=2, micro_batches=_TIMED)
     # Both ways see the same weights.
     engine = Engine(
         model, partial(torch.optim.SGD, lr=0.0), max_tokens=_CAP, cost=cost,
@@ -185,7 +187,8 @@ def _train(
     losses: dict[str, list[float]] = {"packed": [], "balanced": []}
     norms: dict[str, list[float]] = {"packed": [], "balanced": []}
     for turn in range(num_turns + 1):
-        for number, indices in enumerate(steps):
+        # The first turn warms up, for which a step of each is enough.
+        for number, indices in enumerate(steps if turn else steps[:1]):
             for name in sorted(seconds, reverse=bool(turn % 2)):
                 mine = lengths[indices]
                 plan = engine.plan(mine) if name == "balanced" else _packed(mine, group.world_size)
@@ -196,7 +199,7 @@ def _train(
                 begun = time.perf_counter()
                 result = engine.step(step)
                 barrier(group)
-                if turn:  # the first warms up
+                if turn:
                     seconds[name].append(time.perf_counter() - begun)
                     losses[name].append(result.loss)
                     norms[name].append(result.grad_norm or 0.0)
