@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 from heta.graph.schema import Relation, Schema
 from shared.errors import ConfigError
 
-__all__ = ["closure", "layer_relations", "read_types"]
+__all__ = ["closure", "read_types"]
 
 
 def closure(schema: Schema, roots: Collection[Relation], layers: int) -> list[set[Relation]]:
@@ -46,26 +46,6 @@ def closure(schema: Schema, roots: Collection[Relation], layers: int) -> list[se
     return hops
 
 
-def layer_relations(
-    hops: Sequence[Collection[Relation]], layer: int, *, uses_dst: bool
-) -> set[Relation]:
-    """Collects the relations whose modules a part runs at one layer.
-
-    Args:
-        hops: the closure of the part's roots.
-        layer: 1 for the layer that reads the input rows, `len(hops)` for the last.
-        uses_dst: whether modules read their destination's row of the layer below, so that each
-            destination of an upper layer is computed at this layer too.
-
-    Returns:
-        The relations, those of the seeds' own rows included.
-    """
-    hop = len(hops) - layer
-    if not uses_dst:
-        return set(hops[hop])
-    return set().union(*hops[: hop + 1])
-
-
 def read_types(
     hops: Sequence[Collection[Relation]], target: str, *, uses_dst: bool
 ) -> tuple[str, ...]:
@@ -80,5 +60,6 @@ def read_types(
     Returns:
         The types.
     """
-    types = {relation[0] for relation in layer_relations(hops, 1, uses_dst=uses_dst)}
+    read_hops = hops if uses_dst else hops[-1:]
+    types = {relation[0] for hop in read_hops for relation in hop}
     return tuple(sorted(types | {target} if uses_dst else types))

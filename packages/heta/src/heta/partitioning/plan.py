@@ -4,19 +4,48 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from heta.graph.schema import Relation, Schema
 from shared.errors import DataError
+from shared.registry import Registry
 
 if TYPE_CHECKING:
     from heta.graph.hetero_graph import HeteroGraph
 
-__all__ = ["Alternative", "PartPlan", "Plan"]
+__all__ = ["ASSIGNMENTS", "STRATEGIES", "Alternative", "PartPlan", "Plan"]
 
 _FORMAT = 1
+_ESTIMATES = "heta.partitioning.strategies"
+
+# Functions that predict a strategy, and in a tie the one that is taken first.
+STRATEGIES: Registry[str, Callable[..., Any]] = Registry("strategy")
+STRATEGIES.add(
+    "raf",
+    f"{_ESTIMATES}:estimate_raf",
+    "each host aggregates its own relations, and partial rows of the seeds are merged",
+)
+STRATEGIES.add(
+    "replicate",
+    f"{_ESTIMATES}:estimate_replicate",
+    "each host holds all and computes its share of the seeds",
+)
+STRATEGIES.add(
+    "edge-cut",
+    f"{_ESTIMATES}:estimate_edge_cut",
+    "hosts own nodes and fetch the rows of others",
+)
+# Functions that assign roots to parts.
+ASSIGNMENTS: Registry[str, Callable[..., Any]] = Registry("assign")
+ASSIGNMENTS.add(
+    "time", f"{_ESTIMATES}:assign_by_time", "relations go where the predicted step is shortest"
+)
+ASSIGNMENTS.add(
+    "lpt", f"{_ESTIMATES}:assign_by_size", "the largest relation goes to the least loaded part"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,12 +139,12 @@ class Plan:
     alpha_s: float
     beta_s_per_byte: float
     memory_bytes: int | None = None
-    seed: int = field(default=0)
+    seed: int = 0
 
     def to_json(self) -> str:
         """Writes the plan as JSON text, from which `from_json` makes an equal plan."""
         tree: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields(self)}
-        tree["schema"] = json.loads(self.schema.to_json())
+        tree["schema"] = self.schema.to_json()
         tree["parts"] = [_write_part(part) for part in self.parts]
         tree["alternatives"] = [asdict(alternative) for alternative in self.alternatives]
         return json.dumps({"format": _FORMAT, **tree}, indent=1)
@@ -131,7 +160,7 @@ class Plan:
             tree = json.loads(text)
             if tree.pop("format") != _FORMAT:
                 raise ValueError("another format")
-            tree["schema"] = Schema.from_json(json.dumps(tree["schema"]))
+            tree["schema"] = Schema.from_json(tree["schema"])
             tree["parts"] = tuple(_read_part(part) for part in tree["parts"])
             tree["alternatives"] = tuple(Alternative(**each) for each in tree["alternatives"])
             tree["fanouts"] = tuple(tree["fanouts"])

@@ -1,0 +1,153 @@
+"""BG-HGNN: one set of parameters for any number of relations.
+
+After Su et al., "BG-HGNN: Toward Efficient Learning for Complex Heterogeneous Graphs" (2024). Each
+node's features, its type and the relations it takes part in are blended into one vector; a
+homogeneous attention network with self loops then runs over the union of all relations. Types of
+unequal width are mapped to one width by a matrix each, where the paper pads them with zeros. A node's
+relation code is its sparse row of signed relation shares times fixed random vectors.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from heta.graph.edges import Edges
+from heta.graph.part import Part
+from heta.graph.sampler import Batch
+from heta.graph.schema import Relation
+from heta.nn.hetero_model import HeteroModel
+from heta.nn.rgat import check_heads
+from shared.errors import ConfigError
+from shared.kernels.neighbors import sample
+from shared.kernels.segment import CSR, spmm
+
+__all__ = ["BGHGNN"]
+
+_CODE_DIM = 512
+_RANK = 4
+
+
+class UnionAttention(nn.Module):
+    """One layer's attention, for all relations and for self loops."""
+
+    reads_edges = True
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.value = nn.Linear(dim, dim, bias=False)
+        self.att_src = nn.Parameter(torch.empty(heads, dim // heads))
+        self.att_dst = nn.Parameter(torch.empty(heads, dim // heads))
+        for weight in self.parameters():
+            nn.init.xavier_uniform_(weight)
+
+    def forward(
+        self, rows: Tensor | tuple[Tensor, Tensor], edges: Edges | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Returns logits [edges, heads] and values [edges, heads, dim]; without edges, of self loops."""
+        x_src, x_dst = (rows, rows) if isinstance(rows, Tensor) else rows
+        values = self.value(x_src).unflatten(1, (self.heads, -1))
+        from_src = (values * self.att_src).sum(2)
+        to_dst = values if edges is None else self.value(x_dst).unflatten(1, (self.heads, -1))
+        to_dst = (to_dst * self.att_dst).sum(2)
+        if edges is None:
+            return nn.functional.leaky_relu(from_src + to_dst, 0.2), values
+        logits = from_src[edges.src] + to_dst[edges.dst]
+        return nn.functional.leaky_relu(logits, 0.2), values[edges.src]
+
+
+class Blend(nn.Module):
+    """Low-rank fusion of a node's features, type and relation code into one vector."""
+
+    def __init__(self, num_types: int, num_relations: int, hidden: int) -> None:
+        super().__init__()
+        self.feature = nn.Parameter(torch.empty(_RANK, hidden + 1, hidden))
+        self.type = nn.Parameter(torch.empty(num_types, _RANK, hidden))
+        self.relation = nn.Parameter(torch.empty(_RANK, _CODE_DIM + 1, hidden))
+        self.weight = nn.Parameter(torch.full((_RANK,), 1.0 / _RANK))
+        self.bias = nn.Parameter(torch.zeros(hidden))
+        # Fixed random vectors of the relations. A buffer: a checkpoint holds them.
+        self.register_buffer("code", torch.randn(num_relations, _CODE_DIM) / _CODE_DIM**0.5)
+        nn.init.normal_(self.type, 1.0, 0.1)
+        for factor in (self.feature, self.relation):
+            nn.init.normal_(factor, 0.0, factor.shape[1] ** -0.5)
+            # A product of three factors passes a feature on only if the others are near 1.
+            factor.data[:, -1] += 1.0
+
+    def forward(self, rows: Tensor, number: int, code: CSR) -> Tensor:
+        """Returns the vectors of nodes of type `number`.
+
+        Args:
+            rows: the nodes' features [nodes, hidden].
+            number: the type.
+            code: the nodes' signed relation shares, sparse [nodes, num_relations].
+        """
+        # The codes are constants: no gradient passes through the sparse product.
+        relations = spmm(code, self.code)
+        by_feature = torch.einsum("nd,rdh->nrh", rows, self.feature[:, :-1]) + self.feature[:, -1]
+        by_relation = torch.einsum("nd,rdh->nrh", relations, self.relation[:, :-1])
+        by_relation = by_relation + self.relation[:, -1]
+        fused = by_feature * self.type[number] * by_relation
+        return torch.relu(torch.einsum("nrh,r->nh", fused, self.weight) + self.bias)
+
+
+class BGHGNN(HeteroModel):
+    """BG-HGNN over one part; its plan has `uses_dst=True`, since every node attends to itself.
+
+    Args:
+        part: the part.
+        hidden: width of all layers, a multiple of the heads.
+        num_classes: number of logits.
+        heads: attention heads.
+
+    Raises:
+        ConfigError: `hidden` is no multiple of `heads` or not the width of the plan's learnable rows,
+            or the plan's `uses_dst` is False.
+    """
+
+    def __init__(self, part: Part, hidden: int, num_classes: int, heads: int = 4) -> None:
+        check_heads(hidden, heads)
+        if not part.uses_dst:
+            raise ConfigError(
+                "BGHGNN: expected a plan with uses_dst=True, since every node has a self loop"
+            )
+        layers: dict[int, UnionAttention] = {}
+
+        def attention(layer: int) -> UnionAttention:
+            # The same module for all: one set of parameters, whose gradients add up.
+            if layer not in layers:
+                layers[layer] = UnionAttention(hidden, heads)
+            return layers[layer]
+
+        def conv(
+            layer: int, relation: Relation, src_dim: int, dst_dim: int, out_dim: int
+        ) -> UnionAttention:
+            return attention(layer)
+
+        super().__init__(
+            part, conv, hidden, part.layers, num_classes, combine="softmax",
+            activation=nn.functional.elu, uses_dst=True,
+            self_term=lambda layer, node_type, in_dim, out_dim: attention(layer),
+        )  # fmt: skip
+        self._codes = part.codes
+        self.widths = nn.ModuleList(
+            nn.Linear(part.input_dim(node_type), hidden) for node_type in self.schema.types
+        )
+        self.blend = Blend(len(self.schema.types), len(self.schema.relations), hidden)
+
+    def embed(
+        self, batch: Batch, inputs: dict[str, Tensor], seeds: Tensor | None
+    ) -> tuple[dict[str, Tensor], Tensor | None]:
+        """Blends features, types and relation codes."""
+        rows = {t: self._embed_type(t, x, batch.inputs[t]) for t, x in inputs.items()}
+        if seeds is not None:
+            seeds = self._embed_type(self.schema.target, seeds, batch.seeds)
+        return rows, seeds
+
+    def _embed_type(self, node_type: str, rows: Tensor, nodes: Tensor) -> Tensor:
+        number, code = self.schema.types.index(node_type), self._codes[node_type]
+        indptr, entries = sample(code, nodes, -1, 0)
+        assert code.weight is not None, "a code has values"
+        chosen = CSR(indptr, code.indices[entries], code.num_cols, code.weight[entries])
+        return self.blend(self.widths[number](rows), number, chosen)

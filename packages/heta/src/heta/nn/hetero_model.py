@@ -1,0 +1,435 @@
+"""A model of a module for each layer and relation, of which a part holds those that it computes.
+
+A type's rows are what its relations' modules give, combined and activated. The seeds' rows are
+combined over all parts by an exchange; the rows of the frontier are computed where they are needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from heta.combine import Merge, check_outputs, choose_merge
+from heta.graph.edges import Edges
+from heta.graph.layers import list_active_relations
+from heta.graph.part import Part
+from heta.graph.sampler import Batch, Layer
+from heta.graph.schema import Relation
+from heta.nn.registration import Registered, register_modules
+from shared.errors import ConfigError
+
+__all__ = ["Exchange", "HeteroModel", "LocalExchange", "RelationInput"]
+
+Conv = Callable[[int, Relation, int, int, int], nn.Module]
+Call = Callable[..., Tensor]
+
+
+class Exchange(Protocol):
+    """How the parts' states of the seeds become one."""
+
+    def merge(self, number: int, merge: Merge, state: Any, previous: Tensor | None) -> Any:
+        """Returns the merged state of layer `number`; `previous` is the seeds' rows below it."""
+        ...
+
+    def share_gradient(self, number: int, rows: Tensor) -> Tensor:
+        """Returns the merged rows of a lower layer, whose gradient is the sum over parts."""
+        ...
+
+    def same_random(self, number: int) -> Any:
+        """A context in which all parts draw the same random numbers."""
+        ...
+
+
+class LocalExchange:
+    """The exchange of a single part: nothing to merge."""
+
+    def merge(self, number: int, merge: Merge, state: Any, previous: Tensor | None) -> Any:
+        """Returns the state."""
+        return state
+
+    def share_gradient(self, number: int, rows: Tensor) -> Tensor:
+        """Returns the rows."""
+        return rows
+
+    @contextmanager
+    def same_random(self, number: int) -> Iterator[None]:
+        """Draws as usual."""
+        yield
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RelationInput:
+    """One relation's share of the work on a list of destination rows.
+
+    Attributes:
+        relation: the relation; None for the destination's own row.
+        slot: its number among the relations into the type.
+        module: its module.
+        x_src: rows of the sources' list.
+        x_dst: rows of the destinations; of width 0 if modules do not read them.
+        edges: edges from `x_src` to `x_dst`; None for the destination's own row.
+        rows: which of all destination rows these are; None for all, in order.
+    """
+
+    relation: Relation | None
+    slot: int
+    module: nn.Module
+    x_src: Tensor
+    x_dst: Tensor
+    edges: Edges | None
+    rows: Tensor | None
+
+    def call(self, merge: Merge) -> tuple[Any, ...]:
+        """Runs the module and returns its outputs and the row of each.
+
+        Raises:
+            DataError: the outputs have another form than the merge takes.
+        """
+        if self.edges is None:
+            outputs, edge_rows = self.module(self.x_dst), None
+            num_edges = len(self.x_dst)
+        else:
+            reads_edges = getattr(self.module, "reads_edges", False)
+            where = self.edges if reads_edges else self.edges.edge_index
+            outputs = self.module((self.x_src, self.x_dst), where)
+            edge_rows, num_edges = self.edges, len(self.edges.src)
+        check_outputs(outputs, merge, self.relation or "the own row", num_edges, len(self.x_dst))
+        if merge.takes_edges:
+            row = torch.arange(num_edges) if edge_rows is None else edge_rows.dst
+            row = row.to(self.x_dst.device)
+            return (*outputs, row if self.rows is None else self.rows[row])
+        rows = torch.arange(len(outputs), device=outputs.device) if self.rows is None else self.rows
+        return outputs, rows
+
+
+class HeteroModel(nn.Module):
+    """Modules by layer and relation over one part of a graph, and a head on the seeds' last rows.
+
+    Modules are made for all relations in the schema's order, whatever the part, and those of other
+    parts are dropped: with the same `torch.manual_seed` every part starts as one process would, and
+    names of parameters do not depend on the number of parts.
+
+    Args:
+        part: the part.
+        conv: makes the module of a relation: `conv(layer, relation, src_dim, dst_dim, out_dim)`, with
+            layers from 1. It is called as `module((x_src, x_dst), edge_index)`, as PyG's convolutions
+            are, and returns a row for each destination; for "softmax", logits and values for each
+            edge. A module may serve several relations.
+        hidden: width of every layer's rows.
+        layers: number of layers.
+        head: what makes logits of the seeds' rows; a number stands for a linear layer of so many
+            classes.
+        combine: a name of `heta.combine.MERGES`, or an object of one of its classes.
+        activation: applied to the combined rows of all layers but the last.
+        uses_dst: whether modules read the destination's own row. Without, `dst_dim` and the width of
+            `x_dst` are 0, and parts exchange once a step instead of once a layer.
+        self_term: makes a module of the destination's own row, called as `module(x_dst)` and combined
+            like one relation more: `self_term(layer, node_type, in_dim, out_dim)`.
+
+    Raises:
+        ConfigError: layers or `uses_dst` are not those of the plan, two modules share a parameter, or
+            a module's parameters have no shape yet.
+    """
+
+    def __init__(
+        self,
+        part: Part,
+        conv: Conv,
+        hidden: int,
+        layers: int,
+        head: nn.Module | int,
+        combine: str | Merge = "sum",
+        activation: Callable[[Tensor], Tensor] = torch.relu,
+        uses_dst: bool = True,
+        self_term: Callable[[int, str, int, int], nn.Module] | None = None,
+    ) -> None:
+        super().__init__()
+        self.merge = choose_merge(combine)
+        self.activation, self.uses_dst, self.num_layers = activation, uses_dst, layers
+        self.hidden, self.schema, self.part_index = hidden, part.schema, part.index
+        _check_plan(part, hidden, layers, uses_dst, self_term is not None)
+        self.active = list_active_relations(part.schema, layers, uses_dst)
+        self.has_self_term = self_term is not None
+        self.dims = self._list_dims(part)
+        if isinstance(head, int):
+            head = nn.Linear(self.dims[-1][part.schema.target], head)
+        makers = self._list_makers(conv, self_term)
+        needed = {key for key in makers if self._is_needed(part, *key)}
+        registered = register_modules(makers, needed, head)
+        self.convs, self.head = registered.modules, head
+        self.stack_function = getattr(self.merge, "function", None)
+        self._registered: Registered = registered
+        # Rows that no part holds are computed by the parts in turn, as a cut relation's are.
+        self._self_share = (part.index, part.num_parts)
+        self._roots = frozenset(part.roots)
+
+    @property
+    def replicated(self) -> dict[str, nn.Parameter]:
+        """Parameters behind the last merge: all parts compute them alike, gradients included."""
+        return {f"head.{name}": p for name, p in self.head.named_parameters()}
+
+    def _list_dims(self, part: Part) -> list[dict[str, int]]:
+        """Widths of each type's rows, of input rows first and then by layer."""
+        dims = [{node_type: part.input_dim(node_type) for node_type in part.schema.types}]
+        for number in range(1, self.num_layers + 1):
+            dims.append(
+                {
+                    node_type: self.merge.out_dim(self.hidden, self.num_slots(number, node_type))
+                    for node_type in part.schema.types
+                    if self.num_slots(number, node_type)
+                }
+            )
+        return dims
+
+    def slots(self, number: int, node_type: str) -> dict[Relation | None, int]:
+        """Numbers what is combined into a type's rows; None stands for the own row."""
+        into = [r for r in self.schema.into(node_type) if r in self.active[number - 1]]
+        keys = [*into, None] if self.has_self_term and into else into
+        return {key: slot for slot, key in enumerate(keys)}
+
+    def num_slots(self, number: int, node_type: str) -> int:
+        """Counts what is combined into a type's rows."""
+        return len(self.slots(number, node_type))
+
+    def _list_makers(
+        self, conv: Conv, self_term: Any
+    ) -> dict[tuple[int, Any], Callable[[], nn.Module]]:
+        """What makes each module, by (layer, relation), or (layer, type) for own rows; in one order."""
+        makers: dict[tuple[int, Any], Callable[[], nn.Module]] = {}
+        for number in range(1, self.num_layers + 1):
+            below = self.dims[number - 1]
+            for relation in self.schema.relations:
+                if relation not in self.active[number - 1]:
+                    continue
+                src_dim = below[relation[0]]
+                dst_dim = below[relation[2]] if self.uses_dst else 0
+                arguments = (number, relation, src_dim, dst_dim, self.hidden)
+                makers[number, relation] = lambda a=arguments: conv(*a)
+            for node_type in self.schema.types if self_term else ():
+                if self.num_slots(number, node_type):
+                    own = (number, node_type, below[node_type], self.hidden)
+                    makers[number, node_type] = lambda a=own: self_term(*a)
+        return makers
+
+    def _is_needed(self, part: Part, number: int, key: Relation | str) -> bool:
+        """Whether this part computes a module: for the seeds, or for its frontier."""
+        is_own = isinstance(key, str)
+        computes_seeds = self.uses_dst or number == self.num_layers
+        if computes_seeds and (key == part.schema.target if is_own else key in part.roots):
+            return True
+        first = 1 if self.uses_dst else self.num_layers - number
+        below = [h for h in range(first, self.num_layers - number + 1) if h >= 1]
+        hops = frozenset().union(*(part.relations[h] for h in below))
+        return any(relation[2] == key for relation in hops) if is_own else key in hops
+
+    def module(self, number: int, key: Relation | str) -> nn.Module:
+        """Returns the module of a layer and relation, or of a type's own rows."""
+        return self._registered.module_of[number, key]
+
+    def forward(
+        self,
+        batch: Batch,
+        inputs: Mapping[str, Tensor],
+        seed_rows: Tensor | None = None,
+        exchange: Exchange | None = None,
+    ) -> Tensor:
+        """Computes the seeds' logits.
+
+        Args:
+            batch: what was sampled.
+            inputs: input rows of the batch's `inputs`, by type.
+            seed_rows: input rows of the seeds; needed if modules read the destination's row.
+            exchange: merges the parts' states; None for a single part.
+
+        Returns:
+            Logits [seeds, classes].
+        """
+        exchange = exchange or LocalExchange()
+        rows, seeds = self.embed(batch, dict(inputs), seed_rows if self.uses_dst else None)
+        for layer in batch.layers:
+            sources = self.project_sources(layer.number, rows)
+            above = {t: self._frontier_rows(layer, t, rows, sources) for t in layer.nodes}
+            if self.uses_dst or layer.number == self.num_layers:
+                seeds = self._seed_rows(layer, batch, sources, seeds, exchange)
+            rows = above
+        assert seeds is not None, "the last layer computes them"
+        with exchange.same_random(0):
+            return self.head(seeds)
+
+    def embed(
+        self, batch: Batch, inputs: dict[str, Tensor], seeds: Tensor | None
+    ) -> tuple[dict[str, Tensor], Tensor | None]:
+        """Maps input rows to the rows below layer 1; here they are the same."""
+        return inputs, seeds
+
+    def project_sources(self, number: int, rows: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Maps each type's rows to what the modules get as `x_src`; here they are the same."""
+        return rows
+
+    def project_destinations(self, number: int, node_type: str, rows: Tensor) -> Tensor:
+        """Maps a type's rows to what the modules get as `x_dst`; here they are the same."""
+        return rows
+
+    def finish(
+        self, number: int, node_type: str, combined: Tensor, own: Tensor, call: Call
+    ) -> Tensor:
+        """Makes a type's rows of the combined ones: activates them in all layers but the last.
+
+        Args:
+            number: the layer.
+            node_type: the type.
+            combined: what the merge gave.
+            own: the same nodes' rows below this layer; of width 0 if modules do not read them.
+            call: calls a module. All parts compute the seeds' rows, so that its parameters'
+                gradients are counted once only if the module is called by this.
+        """
+        return combined if number == self.num_layers else call(self.activation, combined)
+
+    def _frontier_rows(
+        self,
+        layer: Layer,
+        node_type: str,
+        rows: Mapping[str, Tensor],
+        sources: Mapping[str, Tensor],
+    ) -> Tensor:
+        number, num_rows = layer.number, len(layer.nodes[node_type])
+        slots = self.slots(number, node_type)
+        own = self._own_rows(rows.get(node_type), num_rows)
+        x_dst = self.project_destinations(number, node_type, own)
+        inputs = [
+            RelationInput(
+                r, slots[r], self.module(number, r), sources[r[0]], x_dst, layer.edges[r], None
+            )
+            for r in layer.edges
+            if r[2] == node_type
+        ]
+        if None in slots:
+            module = self.module(number, node_type)
+            inputs.append(RelationInput(None, slots[None], module, own, own, None, None))
+        state = self.combine_relations(inputs, num_rows, len(slots))
+        combined = self._finalize(state, len(slots), _call)
+        return self.finish(number, node_type, combined, own, _call)
+
+    def _seed_rows(
+        self,
+        layer: Layer,
+        batch: Batch,
+        sources: Mapping[str, Tensor],
+        seeds: Tensor | None,
+        exchange: Exchange,
+    ) -> Tensor:
+        target, number, num_rows = self.schema.target, layer.number, len(batch.seeds)
+        slots = self.slots(number, target)
+        own = self._own_rows(seeds, num_rows)
+        x_dst = self.project_destinations(number, target, own)
+        inputs = []
+        for relation, part in layer.seed_edges.items():
+            chosen = None if len(part.rows) == num_rows else part.rows
+            x_chosen = x_dst if chosen is None else x_dst[chosen]
+            module = self.module(number, relation)
+            inputs.append(
+                RelationInput(
+                    relation,
+                    slots[relation],
+                    module,
+                    sources[relation[0]],
+                    x_chosen,
+                    part.edges,
+                    chosen,
+                )
+            )
+        index, num_parts = self._self_share
+        if None in slots:
+            chosen = (batch.seeds % num_parts == index).nonzero()[:, 0] if num_parts > 1 else None
+            own_rows = own if chosen is None else own[chosen]
+            module = self.module(number, target)
+            inputs.append(
+                RelationInput(None, slots[None], module, own_rows, own_rows, None, chosen)
+            )
+        state = self.combine_relations(inputs, num_rows, len(slots))
+        merged = exchange.merge(number, self.merge, state, seeds)
+
+        def call(function: Callable[..., Tensor], *arguments: Tensor) -> Tensor:
+            # Every part computes this alike; the sum over parts of a share each is the gradient.
+            if num_parts == 1 or not isinstance(function, nn.Module):
+                return function(*arguments)
+            scaled = {n: _scale(p, num_parts) for n, p in function.named_parameters()}
+            return functional_call(function, scaled, arguments)
+
+        with exchange.same_random(number):
+            combined = self._finalize(merged, len(slots), call)
+            own = _scale(own, num_parts) if num_parts > 1 else own
+            finished = self.finish(number, target, combined, own, call)
+        if number < self.num_layers:
+            finished = exchange.share_gradient(number, finished)
+        return finished
+
+    def _finalize(self, state: Any, num_slots: int, call: Call) -> Tensor:
+        if self.stack_function is not None:
+            return call(self.stack_function, state).flatten(1)
+        return self.merge.finalize(state, num_slots).flatten(1)
+
+    def combine_relations(self, inputs: list[RelationInput], num_rows: int, num_slots: int) -> Any:
+        """Runs the modules of some relations into a type, and merges what they return.
+
+        Args:
+            inputs: the relations that this part computes, at least one.
+            num_rows: destination rows.
+            num_slots: relations into the type, over all parts.
+
+        Returns:
+            The state, of all destination rows.
+        """
+        states = [
+            self.merge.lift(*each.call(self.merge), num_rows, each.slot, num_slots)
+            for each in inputs
+        ]
+        return reduce(self.merge.merge, states)
+
+    def _own_rows(self, rows: Tensor | None, num_rows: int) -> Tensor:
+        if self.uses_dst:
+            assert rows is not None, "rows of destinations come first in each list"
+            return rows[:num_rows]
+        return torch.empty(num_rows, 0, device=next(self.parameters()).device)
+
+
+def _call(function: Callable[..., Tensor], *arguments: Tensor) -> Tensor:
+    return function(*arguments)
+
+
+def _scale(tensor: Tensor, count: int) -> Tensor:
+    return _ScaleGradient.apply(tensor, count)
+
+
+class _ScaleGradient(torch.autograd.Function):
+    """Gives the tensor; its gradient is divided by a count."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, count: int) -> Tensor:
+        ctx.count = count
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyrefly: ignore
+        return grad / ctx.count, None
+
+
+def _check_plan(part: Part, hidden: int, layers: int, uses_dst: bool, has_self_term: bool) -> None:
+    if layers != part.layers or uses_dst != part.uses_dst:
+        raise ConfigError(
+            f"expected a model of the plan's {part.layers} layers with uses_dst={part.uses_dst}, got "
+            f"{layers} layers with uses_dst={uses_dst}; change the model, or plan for it"
+        )
+    if hidden < 1:
+        raise ConfigError(f"hidden: expected 1 or more, got {hidden}")
+    if has_self_term and not uses_dst:
+        raise ConfigError(
+            "self_term: expected uses_dst=True, as it reads the destination's own row"
+        )

@@ -1,0 +1,301 @@
+"""Reads the input rows of a batch, wherever they lie, and returns the gradients of learnable ones.
+
+A row lies on its owner. Rows of other ranks are asked for in one exchange for all types; gradients
+go back the same way, are summed by the owner in the order of ranks, and change the row at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from heta.rows.cache import RowCache
+from heta.rows.optimizers import RowOptimizer
+from heta.rows.owners import Owners
+from shared.comms import Group, all_gather, all_to_all_v
+from shared.kernels.gather import gather
+from shared.kernels.neighbors import relabel
+from shared.kernels.philox import stream_key
+
+__all__ = ["Request", "RowStore", "Table", "initial_rows"]
+
+_CHUNK = 65_536
+
+
+@dataclass(slots=True, eq=False)
+class Table:
+    """One type's rows on this rank.
+
+    Attributes:
+        rows: float32 [owned rows, dim], those that this rank owns, or all rows of the type if `owners`
+            is None.
+        owners: who owns which; None if every rank that reads the type has all its rows.
+        is_learnable: whether rows are trained.
+        state: the optimizer's, by name, of owned rows.
+        cache: copies of other ranks' rows; None without.
+    """
+
+    rows: Tensor
+    owners: Owners | None
+    is_learnable: bool
+    state: dict[str, Tensor] = field(default_factory=dict)
+    cache: RowCache | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """Rows of one type that a batch reads.
+
+    Attributes:
+        ids: the nodes.
+        order: positions of the ids by owner.
+        counts: ids of each owner.
+        rows: what was read, a leaf that takes gradients if the type is learnable.
+    """
+
+    ids: Tensor
+    order: Tensor
+    counts: list[int]
+    rows: Tensor
+
+
+def initial_rows(ids: Tensor, dim: int, seed: int, number: int) -> Tensor:
+    """Draws the initial rows of nodes of type `number`, the same for an id wherever it is drawn.
+
+    Returns:
+        Normal numbers [ids, dim] of standard deviation 1 / sqrt(dim).
+    """
+    rows = torch.empty(len(ids), dim)
+    chunks = ids // _CHUNK
+    for chunk in chunks.unique().tolist():
+        generator = torch.Generator().manual_seed(stream_key(seed, number, chunk) >> 1)
+        drawn = torch.randn(_CHUNK, dim, generator=generator)
+        chosen = (chunks == chunk).nonzero()[:, 0]
+        rows[chosen] = drawn[ids[chosen] % _CHUNK]
+    return rows.mul_(dim**-0.5)
+
+
+class RowStore:
+    """The rows that this rank's batches read.
+
+    Args:
+        tables: this rank's tables by type, the same types in the same order on every rank.
+        optimizer: of learnable rows.
+        group: all ranks; None for a single process.
+    """
+
+    def __init__(
+        self, tables: dict[str, Table], optimizer: RowOptimizer, group: Group | None
+    ) -> None:
+        self.tables, self.optimizer = tables, optimizer
+        self._group = group if group is not None and group.world_size > 1 else None
+        self._rank = group.rank if group is not None else 0
+        self._size = group.world_size if group is not None else 1
+        self._scratch: dict[str, Tensor] = {}
+        # What every rank keeps whole needs no exchange, and no rank waits for one.
+        self._travelling = [
+            name for name, table in tables.items() if table.owners is not None and self._group
+        ]
+        self._waiting: list[tuple[str, list[Tensor], list[Tensor]]] = []
+        self._asked: dict[str, list[Tensor]] = {}
+
+    @property
+    def has_learnable(self) -> bool:
+        """Whether any type's rows are trained."""
+        return any(table.is_learnable for table in self.tables.values())
+
+    def read(
+        self, wanted: Mapping[str, Tensor], *, with_gradients: bool = True
+    ) -> dict[str, Request]:
+        """Reads rows; every rank calls it, if with nothing.
+
+        Args:
+            wanted: ids by type, each once.
+            with_gradients: whether learnable rows are leaves that take gradients, for `give_back`.
+        """
+        requests: dict[str, Request] = {}
+        for name, ids in wanted.items():
+            table = self.tables[name]
+            if name in self._travelling:
+                continue
+            where = ids if table.owners is None else table.owners.local(ids)
+            rows = gather(table.rows, where)
+            requests[name] = Request(ids, torch.arange(len(ids)), [len(ids)], rows)
+        if self._travelling:
+            self._read_remote(wanted, requests)
+        for name, request in requests.items():
+            if with_gradients and self.tables[name].is_learnable:
+                request.rows.requires_grad_()
+        return requests
+
+    def _read_remote(self, wanted: Mapping[str, Tensor], requests: dict[str, Request]) -> None:
+        assert self._group is not None, "rows travel between ranks only"
+        empty = torch.empty(0, dtype=torch.int64)
+        asked: dict[str, tuple[Tensor, Tensor, list[int]]] = {}
+        for name in self._travelling:
+            ids = wanted.get(name, empty)
+            table = self.tables[name]
+            assert table.owners is not None, "it travels"
+            owner = table.owners.rank_of(ids)
+            if table.cache is not None:
+                owner = torch.where(table.cache.has(ids), self._rank, owner)
+            order = owner.argsort(stable=True)
+            asked[name] = ids, order, torch.bincount(owner, minlength=self._size).tolist()
+        counts = torch.tensor([[a[2][rank] for a in asked.values()] for rank in range(self._size)])
+        counts[self._rank] = 0
+        theirs = torch.stack(all_gather(self._group, counts))[:, self._rank]
+        ids_to = [
+            torch.cat([_slice(a[0][a[1]], a[2], rank) for a in asked.values()])
+            if rank != self._rank
+            else empty
+            for rank in range(self._size)
+        ]
+        ids_from = [
+            torch.empty(int(theirs[rank].sum()), dtype=torch.int64) for rank in range(self._size)
+        ]
+        with self._phase("rows"):
+            all_to_all_v(self._group, ids_to, ids_from)
+        replies = []
+        self._asked = {name: [] for name in self._travelling}
+        for rank in range(self._size):
+            sizes = theirs[rank].tolist()
+            parts = []
+            for name, ids in zip(self._travelling, ids_from[rank].split(sizes), strict=True):
+                table = self.tables[name]
+                where = table.owners.local(ids)  # pyrefly: ignore
+                self._asked[name].append(where)
+                parts.append(gather(table.rows, where).flatten())
+            replies.append(torch.cat(parts))
+        dims = {name: self.tables[name].rows.shape[1] for name in self._travelling}
+        incoming = [
+            torch.empty(sum(int(counts[rank, i]) * dims[n] for i, n in enumerate(self._travelling)))
+            for rank in range(self._size)
+        ]
+        with self._phase("rows"):
+            all_to_all_v(self._group, replies, incoming)
+        offsets = [0] * self._size
+        for i, (name, (ids, order, by_rank)) in enumerate(asked.items()):
+            table, parts = self.tables[name], []
+            for rank in range(self._size):
+                if rank == self._rank:
+                    own = ids[order][sum(by_rank[:rank]) : sum(by_rank[: rank + 1])]
+                    parts.append(self._read_own(table, own))
+                    continue
+                size = int(counts[rank, i]) * dims[name]
+                parts.append(
+                    incoming[rank][offsets[rank] : offsets[rank] + size].view(-1, dims[name])
+                )
+                offsets[rank] += size
+            rows = torch.empty(len(ids), dims[name])
+            rows[order] = torch.cat(parts)
+            if name in wanted:
+                requests[name] = Request(ids, order, by_rank, rows)
+
+    def _read_own(self, table: Table, ids: Tensor) -> Tensor:
+        assert table.owners is not None, "it travels"
+        if table.cache is None:
+            return gather(table.rows, table.owners.local(ids))
+        return table.cache.read(ids, table.rows, table.owners, self._rank)
+
+    def give_back(self, requests: Mapping[str, Request]) -> None:
+        """Sends gradients to the owners, and updates the rows; every rank calls it after `read`.
+
+        A learnable row that was read and got no gradient counts as touched, by a gradient of 0.
+        """
+        learnable = [name for name, table in self.tables.items() if table.is_learnable]
+        grads = {
+            name: _gradient(requests[name]) if name in requests else None for name in learnable
+        }
+        received: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name in learnable}
+        travelling = [name for name in self._travelling if name in grads]
+        if travelling:
+            self._send_gradients(travelling, requests, grads, received)
+        for name in learnable:
+            table, request, grad = self.tables[name], requests.get(name), grads[name]
+            parts = received[name]
+            if request is not None and grad is not None and name not in travelling:
+                where = request.ids if table.owners is None else table.owners.local(request.ids)
+                parts.append((where, grad))
+            self._update(name, table, parts)
+
+    def _send_gradients(
+        self,
+        travelling: list[str],
+        requests: Mapping[str, Request],
+        grads: Mapping[str, Tensor | None],
+        received: dict[str, list[tuple[Tensor, Tensor]]],
+    ) -> None:
+        assert self._group is not None, "rows travel between ranks only"
+        dims = {name: self.tables[name].rows.shape[1] for name in travelling}
+        sends = []
+        own: dict[str, tuple[Tensor, Tensor]] = {}
+        for rank in range(self._size):
+            parts = [torch.empty(0)]
+            for name in travelling:
+                request, grad = requests.get(name), grads[name]
+                if request is None or grad is None:
+                    continue
+                start = sum(request.counts[:rank])
+                chosen = request.order[start : start + request.counts[rank]]
+                if rank == self._rank:
+                    table = self.tables[name]
+                    own[name] = table.owners.local(request.ids[chosen]), grad[chosen]  # pyrefly: ignore
+                else:
+                    parts.append(grad[chosen].flatten())
+            sends.append(torch.cat(parts))
+        sizes = [
+            sum(len(self._asked[name][rank]) * dims[name] for name in travelling)
+            for rank in range(self._size)
+        ]
+        recvs = [torch.empty(size) for size in sizes]
+        with self._phase("row gradients"):
+            all_to_all_v(self._group, sends, recvs)
+        for rank in range(self._size):
+            offset = 0
+            for name in travelling:
+                if rank == self._rank:
+                    if name in own:
+                        received[name].append(own[name])
+                    continue
+                where = self._asked[name][rank]
+                size = len(where) * dims[name]
+                grad = recvs[rank][offset : offset + size].view(-1, dims[name])
+                received[name].append((where, grad))
+                offset += size
+
+    def _update(self, name: str, table: Table, parts: list[tuple[Tensor, Tensor]]) -> None:
+        parts = [part for part in parts if len(part[0])]
+        if not parts:
+            return
+        if len(parts) == 1:
+            # A batch names each node once.
+            self.optimizer.step(table.rows, table.state, *parts[0])
+            return
+        if name not in self._scratch:
+            self._scratch[name] = torch.full((len(table.rows),), -1, dtype=torch.int32)
+        rows, position = relabel(
+            [where for where, _ in parts], len(table.rows), parts[0][0][:0], self._scratch[name]
+        )
+        total = torch.zeros(len(rows), table.rows.shape[1])
+        total.index_add_(0, position, torch.cat([grad for _, grad in parts]))
+        self.optimizer.step(table.rows, table.state, rows, total)
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        assert self._group is not None, "rows travel between ranks only"
+        with self._group.ledger.phase(name):
+            yield
+
+
+def _slice(values: Tensor, counts: list[int], index: int) -> Tensor:
+    start = sum(counts[:index])
+    return values[start : start + counts[index]]
+
+
+def _gradient(request: Request) -> Tensor | None:
+    rows = request.rows
+    return torch.zeros_like(rows) if rows.grad is None else rows.grad

@@ -1,0 +1,1 @@
+"""Run: sampling, exchange, the training step, evaluation and checkpoints."""

@@ -1,0 +1,129 @@
+"""Merges the parts' states of the seeds' rows, with gradients, and counts what travels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal, NoReturn
+
+import torch
+from torch import Tensor
+
+from heta.combine import Merge
+from shared.comms import Group, all_gather, all_reduce
+from shared.comms.merging import merge_all_reduce
+from shared.errors import CommError
+from shared.kernels.digest import digest
+from shared.kernels.philox import stream_key
+
+__all__ = ["PartExchange", "Wire"]
+
+Wire = Literal["float32", "bfloat16", "int8"]
+
+
+class PartExchange:
+    """The exchange of one rank with the same replica of the other parts.
+
+    Attributes:
+        group: one rank of each part, in the parts' order.
+        wire: "float32", "bfloat16" or "int8": the form in which states travel.
+        step: the training step, which names random draws and errors.
+
+    Args:
+        group: these ranks.
+        wire: see above.
+        seed: of random draws that all parts share.
+        check_every: steps between comparisons of merged states; 0 for never.
+    """
+
+    def __init__(self, group: Group, wire: Wire, seed: int, check_every: int = 1) -> None:
+        self.group, self.wire = group, wire
+        self._seed, self._check_every = seed, check_every
+        self.step = 0
+
+    def merge(self, number: int, merge: Merge, state: Any, previous: Tensor | None) -> Any:
+        """Merges the states of all parts, and routes gradients to this part's own.
+
+        Raises:
+            CommError: a rank died, the timeout passed, or ranks hold different merged states.
+        """
+        local = (
+            state.detach()
+            if isinstance(state, Tensor)
+            else type(state)(*(tensor.detach() for tensor in state))
+        )
+        with self.group.ledger.phase("merge"):
+            merged = merge_all_reduce(self.group, local, merge.merge, wire=self.wire)
+        if self._check_every and self.step % self._check_every == 0:
+            self.check_same(merged, f"layer {number}")
+        routed = merge.route(state, merged)
+        if previous is None or not previous.requires_grad:
+            return routed
+        # Every part's backward pass must reach the exchange of the layer below.
+        if isinstance(routed, Tensor):
+            return _Reach.apply(routed, previous)
+        parts = list(routed)
+        parts[-1] = _Reach.apply(parts[-1], previous)
+        return type(state)(*parts)
+
+    def share_gradient(self, number: int, rows: Tensor) -> Tensor:
+        """Sums the gradient of merged rows over the parts, each of which read them."""
+        return _SumGradient.apply(rows, self.group)
+
+    @contextmanager
+    def same_random(self, number: int) -> Iterator[None]:
+        """Draws by a seed that all parts share; other draws go on as if there had been none."""
+        with torch.random.fork_rng(devices=[]):
+            # Python's and torch's seeds are 63 bits wide.
+            torch.manual_seed(stream_key(self._seed, self.step, number) >> 1)
+            yield
+
+    def check_same(self, tensors: Any, what: str) -> None:
+        """Compares 64-bit digests of what should be equal on all parts.
+
+        Raises:
+            CommError: they differ; names the step and the ranks.
+        """
+        own = digest(tensors if isinstance(tensors, tuple) else (tensors,))
+        signed = own - (1 << 64) if own >= 1 << 63 else own
+        digests = [int(d) for d in all_gather(self.group, torch.tensor([signed]))]
+        if len(set(digests)) > 1:
+            self._report(digests, what)
+
+    def _report(self, digests: list[int], what: str) -> NoReturn:
+        common = max(set(digests), key=digests.count)
+        odd = [r for r, d in zip(self.group.ranks, digests, strict=True) if d != common]
+        is_even = digests.count(common) <= len(odd)
+        who = f"ranks {list(self.group.ranks)} all differ" if is_even else f"of rank {odd} differ"
+        raise CommError(
+            f"step {self.step}, {what}: expected the same merged rows on every rank, those "
+            f"{who}; memory or a link is faulty, or the ranks run different code: restart from the "
+            f"last checkpoint"
+        )
+
+
+class _Reach(torch.autograd.Function):
+    """Gives the first tensor; backward, the second gets a gradient of zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, previous: Tensor) -> Tensor:
+        ctx.zeros = torch.zeros_like(previous)
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # pyrefly: ignore
+        return grad, ctx.zeros
+
+
+class _SumGradient(torch.autograd.Function):
+    """Gives the tensor; its gradient is summed over a group."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyrefly: ignore
+        with ctx.group.ledger.phase("merge"):
+            return all_reduce(ctx.group, grad.contiguous().clone()), None

@@ -1,0 +1,372 @@
+"""Trains a model over parts and replicas, with the result of one process.
+
+Ranks are a grid: rank = part * replicas + replica. All parts of a replica work on the same seeds; the
+replicas share a batch out. "replicate" and "edge-cut" are grids of one part: they differ in where
+rows lie.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import get_args
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor, nn
+
+from heta.graph.part import Part
+from heta.graph.sampler import Batch, check_fanouts
+from heta.nn.hetero_model import HeteroModel, LocalExchange
+from heta.rows.cache import Cache
+from heta.rows.optimizers import RowAdam, RowOptimizer
+from heta.rows.store import Request, RowStore
+from heta.training.checks import check_modules, check_ranks
+from heta.training.exchange import PartExchange, Wire
+from heta.training.gradients import GradientSync
+from heta.training.tables import make_tables
+from shared.comms import Group, all_gather_v, all_reduce
+from shared.errors import ConfigError, DataError
+from shared.kernels.neighbors import relabel
+from shared.kernels.philox import stream_key
+from shared.training.messages import check_loss
+from shared.training.progress import show_progress
+
+__all__ = ["EpochReport", "Trainer"]
+
+_EVALUATION_EPOCH = (1 << 62) + 1
+"""Names the draws of predictions, which are the same at any time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpochReport:
+    """One epoch on this rank.
+
+    Attributes:
+        epoch: its number, from 0.
+        loss: mean cross entropy over the epoch's seeds, before each step's update.
+        num_steps: optimizer steps.
+        seconds: of the whole epoch.
+        phases: seconds by phase: "sample" (waiting for the batch), "rows", "forward" and "backward"
+            with their exchanges, "sync", "update".
+        sent_bytes: bytes that this rank sent.
+    """
+
+    epoch: int
+    loss: float
+    num_steps: int
+    seconds: float
+    phases: dict[str, float]
+    sent_bytes: int
+
+    def __str__(self) -> str:
+        phases = ", ".join(
+            f"{name} {s / max(self.seconds, 1e-9):.0%}" for name, s in self.phases.items()
+        )
+        return (
+            f"epoch {self.epoch}: loss {self.loss:.4f}, {self.seconds:.2f} s for {self.num_steps} steps "
+            f"({phases}), {self.sent_bytes / 1e6:.1f} MB sent"
+        )
+
+
+class Trainer:
+    """Trains a model over the parts of a plan; every rank makes one and calls it alike.
+
+    Args:
+        part: this rank's part, from `heta.load`.
+        model: a `HeteroModel` over that part.
+        fanouts: most in-edges of a node and relation, the hop next to the seeds first, -1 for all;
+            None takes the plan's.
+        batch_size: seeds of a step over all ranks; None takes the plan's.
+        optimizer: makes the optimizer of the model's parameters.
+        rows: optimizer of learnable rows.
+        cache: of other ranks' rows; "edge-cut" only.
+        wire: form in which states travel: "float32", "bfloat16" or "int8".
+        seed: of the order of seeds, sampling, learnable rows and shared dropout.
+        check_every: steps between comparisons of what all parts should hold alike; 0 for never.
+
+    Raises:
+        ConfigError: an option is invalid, or parts, ranks and the model do not fit.
+        DataError: ranks hold parts of different plans.
+    """
+
+    def __init__(
+        self,
+        part: Part,
+        model: HeteroModel,
+        fanouts: Sequence[int] | None = None,
+        batch_size: int | None = None,
+        *,
+        optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
+        rows: RowOptimizer | None = None,
+        cache: Cache | None = None,
+        wire: Wire = "float32",
+        seed: int = 0,
+        check_every: int = 1,
+    ) -> None:
+        if not isinstance(model, HeteroModel):
+            raise ConfigError(
+                f"model: expected a heta.nn.HeteroModel over the part, got {type(model).__name__}"
+            )
+        if wire not in get_args(Wire):
+            raise ConfigError(f"wire: expected one of {', '.join(get_args(Wire))}, got {wire!r}")
+        self.fanouts = check_fanouts(part.fanouts if fanouts is None else fanouts, part.layers)
+        self.batch_size = part.batch_size if batch_size is None else batch_size
+        if self.batch_size < 1:
+            raise ConfigError(f"batch_size: expected 1 or more, got {self.batch_size}")
+        if check_every < 0:
+            raise ConfigError(f"check_every: expected 0 or more, got {check_every}")
+        self.part, self.model, self.seed = part, model, seed
+        self.group = Group.world() if Group.exists() else None
+        rank, ranks = (0, 1) if self.group is None else (self.group.rank, self.group.world_size)
+        check_ranks(part, self.group)
+        self.num_replicas = ranks // part.num_parts
+        self.replica = rank % self.num_replicas
+        self._exchange = self._make_exchange(ranks, wire, check_every)
+        self.store = RowStore(
+            make_tables(part, self.group, rows or RowAdam(), cache, self.fanouts, seed),
+            rows or RowAdam(),
+            self.group,
+        )
+        self.sync = GradientSync(model, part, self.group)
+        self.sync.share_initial_values()
+        self.optimizer = (optimizer or _adam)(model.parameters())
+        self.epoch, self.step_number = 0, 0
+        self._tables: dict[str, Tensor] = {}
+        self._sampler = ThreadPoolExecutor(1, thread_name_prefix="heta-sampler")
+        self._is_checked = False
+        self.phases: dict[str, float] = {}
+        self._requests: dict[str, Request] = {}
+
+    def _make_exchange(
+        self, ranks: int, wire: Wire, check_every: int
+    ) -> PartExchange | LocalExchange:
+        """One group a replica, with one rank of each part; every rank makes all of them."""
+        if self.group is None or self.part.num_parts == 1:
+            return LocalExchange()
+        own = None
+        for replica in range(self.num_replicas):
+            group = Group.of(range(replica, ranks, self.num_replicas))
+            own = group if replica == self.replica else own
+        assert own is not None, "each rank is a replica of its part"
+        return PartExchange(own, wire, self.seed, check_every)
+
+    def backward(
+        self, seeds: Int64[Tensor, " seeds"], *, epoch: int | None = None, step: int | None = None
+    ) -> float:
+        """Computes the mean cross entropy of a batch and its gradients, and updates nothing.
+
+        Gradients of parameters are those of one process, on every rank that holds them. Those of
+        learnable rows wait for `update`.
+
+        Args:
+            seeds: ids of the whole batch over all ranks, the same on every rank. Seeds without a
+                label count for nothing.
+            epoch, step: name the random draws; None takes the trainer's own count.
+
+        Returns:
+            The loss of the whole batch.
+
+        Raises:
+            DataError: there are no labels, or a seed is no node of the target.
+            DivergenceError: the loss is not finite.
+            CommError: a rank died, the timeout passed, or ranks' states differ.
+        """
+        epoch = self.epoch if epoch is None else epoch
+        step = self.step_number if step is None else step
+        own = self._choose_seeds(torch.as_tensor(seeds, dtype=torch.int64))
+        return self._backward(self._sample(own, epoch, step), seeds)
+
+    def update(self) -> None:
+        """Applies the gradients that `backward` left: to parameters, and to learnable rows."""
+        with self._phase("update"):
+            self.optimizer.step()
+            self.store.give_back(self._requests)
+            self._requests = {}
+        self.step_number += 1
+
+    def step(self, seeds: Int64[Tensor, " seeds"]) -> float:
+        """Trains on one batch; the arguments and errors are `backward`'s."""
+        loss = self.backward(seeds)
+        self.update()
+        return loss
+
+    def batches(self, split: str = "train") -> list[Int64[Tensor, " seeds"]]:
+        """Lists an epoch's batches of a split: every labelled seed once, in a random order."""
+        seeds = self.part.seeds(split)
+        generator = torch.Generator().manual_seed(stream_key(self.seed, self.epoch) >> 1)
+        return list(seeds[torch.randperm(len(seeds), generator=generator)].split(self.batch_size))
+
+    def fit_epoch(self, split: str = "train") -> EpochReport:
+        """Trains on every labelled seed of a split once, from where `load` may have left off.
+
+        The next batch is sampled while a step runs.
+
+        Raises:
+            DataError: the split has no labelled seeds.
+        """
+        batches = self.batches(split)
+        if not batches:
+            raise DataError(f"split {split!r}: expected nodes with a label, there are none")
+        self.phases = {}
+        began = time.perf_counter()
+        sent = self._sent_bytes()
+        first, losses = self.step_number, []
+        pending = self._prefetch(batches[first])
+        is_shown = self.group is None or self.group.rank == 0
+        text = f"epoch {self.epoch}"
+        with show_progress(text, len(batches), is_shown=is_shown) as progress:
+            for number in range(first, len(batches)):
+                with self._phase("sample"):
+                    batch = pending.result()
+                if number + 1 < len(batches):
+                    pending = self._prefetch(batches[number + 1], number + 1)
+                losses.append(self._backward(batch, batches[number]) * len(batches[number]))
+                self.update()
+                progress.advance()
+        count = sum(len(batch) for batch in batches[first:])
+        report = EpochReport(
+            epoch=self.epoch,
+            loss=sum(losses) / count,
+            num_steps=len(losses),
+            seconds=time.perf_counter() - began,
+            phases=dict(self.phases),
+            sent_bytes=self._sent_bytes() - sent,
+        )
+        self.epoch, self.step_number = self.epoch + 1, 0
+        return report
+
+    @torch.no_grad()
+    def predict(
+        self, seeds: Int64[Tensor, " seeds"], fanouts: Sequence[int] | None = None
+    ) -> Float[Tensor, "seeds classes"]:
+        """Computes the logits of any target nodes, on every rank.
+
+        Args:
+            seeds: ids, the same on every rank.
+            fanouts: as of training; None takes the trainer's. What is drawn does not depend on time.
+
+        Raises:
+            DataError: a seed is no node of the target.
+            CommError: a rank died, or the timeout passed.
+        """
+        seeds = torch.as_tensor(seeds, dtype=torch.int64)
+        fanouts = self.fanouts if fanouts is None else check_fanouts(fanouts, self.part.layers)
+        was_training = self.model.training
+        self.model.eval()
+        parts = []
+        try:
+            for chunk in seeds.split(self.batch_size):
+                own = self._choose_seeds(chunk)
+                batch = self.part.sample(
+                    own,
+                    fanouts,
+                    epoch=_EVALUATION_EPOCH,
+                    step=0,
+                    seed=self.seed,
+                    tables=self._tables,
+                )
+                logits = self._forward(batch, with_gradients=False)
+                parts.append(self._gather_logits(chunk, logits))
+        finally:
+            self.model.train(was_training)
+        return torch.cat(parts) if parts else torch.empty(0, 0)
+
+    def close(self) -> None:
+        """Ends the thread that samples."""
+        self._sampler.shutdown()
+
+    def _choose_seeds(self, seeds: Tensor) -> Tensor:
+        """The seeds of this rank's replica."""
+        owner = self.part.node_owner.get(self.part.schema.target)
+        if owner is not None:
+            return seeds[owner[seeds] == self.replica]
+        return seeds[self.replica :: self.num_replicas]
+
+    def _prefetch(self, seeds: Tensor, step: int | None = None) -> Future[Batch]:
+        own = self._choose_seeds(seeds)
+        step = self.step_number if step is None else step
+        return self._sampler.submit(self._sample, own, self.epoch, step)
+
+    def _sample(self, seeds: Tensor, epoch: int, step: int) -> Batch:
+        return self.part.sample(
+            seeds, self.fanouts, epoch=epoch, step=step, seed=self.seed, tables=self._tables
+        )
+
+    def _backward(self, batch: Batch, seeds: Tensor) -> float:
+        label = self.part.label
+        if label is None:
+            raise DataError("expected a graph with labels, it has none; pass label= to HeteroGraph")
+        # One process counts the whole batch; every rank knows all labels.
+        count = max(int((label[seeds] >= 0).sum()), 1)
+        if not self._is_checked:
+            check_modules(self.model, batch, self.store)
+            self._is_checked = True
+        self.optimizer.zero_grad(set_to_none=True)
+        if isinstance(self._exchange, PartExchange):
+            self._exchange.step = self.step_number
+        logits = self._forward(batch, with_gradients=True)
+        loss = nn.functional.cross_entropy(
+            logits, label[batch.seeds].to(logits.device), ignore_index=-1, reduction="sum"
+        )
+        loss = loss / count
+        with self._phase("backward"):
+            loss.backward()
+        with self._phase("sync"):
+            self.sync.sum_gradients()
+            total = loss.detach().double()
+            if self.num_replicas > 1:
+                assert self.group is not None, "several ranks"
+                # Every part of a replica has the same loss.
+                total = all_reduce(self.group, total / self.part.num_parts)
+        check_loss(float(total), f"epoch {self.epoch}, step {self.step_number}")
+        return float(total)
+
+    def _forward(self, batch: Batch, *, with_gradients: bool) -> Tensor:
+        with self._phase("rows"):
+            target = self.part.schema.target
+            wanted, inputs = dict(batch.inputs), dict[str, Tensor]()
+            position = None
+            if self.model.uses_dst:
+                first = wanted.get(target, batch.seeds[:0])
+                num_nodes = self.part.schema.num_nodes[target]
+                wanted[target], position = relabel(batch.seeds, num_nodes, first)
+            self._requests = self.store.read(wanted, with_gradients=with_gradients)
+            for name, ids in batch.inputs.items():
+                inputs[name] = self._requests[name].rows[: len(ids)]
+            seed_rows = None
+            if position is not None:
+                seed_rows = self._requests[target].rows[position]
+        with self._phase("forward"):
+            return self.model(batch, inputs, seed_rows, self._exchange)
+
+    def _gather_logits(self, seeds: Tensor, own: Tensor) -> Tensor:
+        if self.num_replicas == 1 or self.group is None:
+            return own
+        gathered = all_gather_v(self.group, own.contiguous())
+        logits = own.new_empty(len(seeds), own.shape[1])
+        owner = self.part.node_owner.get(self.part.schema.target)
+        for replica in range(self.num_replicas):
+            where = (
+                slice(replica, None, self.num_replicas)
+                if owner is None
+                else owner[seeds] == replica
+            )
+            logits[where] = gathered[replica]
+        return logits
+
+    def _sent_bytes(self) -> int:
+        return 0 if self.group is None else self.group.ledger.sent_bytes
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self.phases[name] = self.phases.get(name, 0.0) + time.perf_counter() - began
+
+
+def _adam(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, 1e-2)
