@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 
-from heta.data.mag_like import mag_like
+from heta.data.mag import mag_like
 from shared.errors import ConfigError
 
 

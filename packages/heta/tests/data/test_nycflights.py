@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-import heta.data.flights as source
-from heta.data.flights import TASKS, flights
+from heta.data.nycflights import TASKS, flights
 from shared.data.flights import read_flight_table
 from shared.errors import ConfigError
 
 pytest.importorskip("pandas")
 pytest.importorskip("sklearn")
 
+VISIB = 7  # column of the visibility among the weather's features
 NAMES = ("operated_by", "by_carrier", "departs", "arrives", "on", "under", "next_leg")
 
 
@@ -72,7 +72,7 @@ def test_weather_is_that_of_the_origin_at_the_scheduled_hour(table):
     key = list(table[["origin", "month", "day", "hour"]].itertuples(index=False, name=None))
     src, dst = graph.edges["flight", "under", "weather"]
     assert src.tolist() == [flight for flight, hour in enumerate(key) if hour in by_key.index]
-    visib = graph.feat["weather"][dst, list(source._WEATHER).index("visib")]
+    visib = graph.feat["weather"][dst, VISIB]
     expected = [(by_key[key[flight]] - 9) / 2 for flight in src.tolist()]
     torch.testing.assert_close(visib, torch.tensor(expected, dtype=torch.float32))
 
@@ -143,11 +143,11 @@ def test_features_flag_missing_values_and_have_fixed_scales():
     graph = small()
     planes = read_flight_table("planes").set_index("tailnum").reindex(graph.node_ids["plane"])
     rows = graph.feat["plane"]
-    missing = planes["seats"].isna().to_numpy()
+    missing = planes["seats"].isna().to_numpy(copy=True)
     assert missing.any()
     assert (rows[missing, 1] == 0).all()
     assert rows[:, 4].bool().tolist() == missing.tolist()
-    scaled = (torch.tensor(planes["seats"].to_numpy()[~missing]) - 150) / 70
+    scaled = (torch.tensor(planes["seats"].to_numpy(copy=True)[~missing]) - 150) / 70
     torch.testing.assert_close(rows[~missing, 1], scaled.float().clip(-5, 5))
     for kind, feat in graph.feat.items():
         assert feat.abs().max() <= 5, kind
