@@ -31,12 +31,31 @@ class Net(torch.nn.Module):
         return self.last(hidden)
 
 
-def build(is_frozen=False, **settings):
+class Wrapper(torch.optim.Optimizer):
+    """Steps by an optimizer that it holds, as those do that look ahead or clip."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+        self.inner = torch.optim.SGD(self.param_groups[0]["params"], 0.05)
+
+    def step(self, closure=None):
+        return self.inner.step(closure)
+
+
+def with_momentum(parameters):
+    return torch.optim.SGD(parameters, 0.05, momentum=0.9)
+
+
+def without_momentum(parameters):
+    return torch.optim.SGD(parameters, 0.05)
+
+
+def build(is_frozen=False, make=with_momentum, **settings):
     run = SimpleNamespace(rank=Group.world().rank, world_size=2, reads_whole_batches=False)
     model = Net()
     for parameter in (*model.first.parameters(), *model.norm.parameters()):
         parameter.requires_grad_(not is_frozen)
-    opt = swift.undoable(torch.optim.SGD(model.parameters(), 0.05, momentum=0.9))
+    opt = swift.undoable(make(model.parameters()))
     dp = swift.DataParallel(model, opt, run, bucket_mb=3e-4, **settings)
     dp.regroup(Group.world())
     return model, opt, dp
@@ -210,11 +229,6 @@ def writes_aside(model, opt, dp, step):
         model.last.bias.data[Group.world().rank] += 1
 
 
-def moves_a_frozen_copy(model, opt, dp, step):
-    plain(model, opt, dp, step)
-    model.frozen.data += Group.world().rank
-
-
 def by_a_second_optimizer(model, opt, dp, step):
     elsewhere = torch.nn.Parameter(torch.ones(1))
     elsewhere.grad = torch.ones(1)
@@ -223,15 +237,19 @@ def by_a_second_optimizer(model, opt, dp, step):
     torch.optim.SGD(model.last.parameters(), 0.1).step()
 
 
-def has_a_frozen_copy():
+def moves(is_of_module):
+    """Moves a frozen parameter of the module, or one that only the optimizer has."""
     run = SimpleNamespace(rank=Group.world().rank, world_size=2, reads_whole_batches=False)
-    model = Net()
-    model.frozen = torch.nn.Parameter(torch.zeros(3), requires_grad=False)
-    opt = swift.undoable(torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1))
+    model, moved = Net(), torch.nn.Parameter(torch.zeros(3), requires_grad=not is_of_module)
+    if is_of_module:
+        model.frozen = moved
+    trained = [one for one in (*model.parameters(), moved) if one.requires_grad]
+    opt = swift.undoable(torch.optim.SGD(trained, 0.1))
     dp = swift.DataParallel(model, opt, run)
     dp.regroup(Group.world())
     dp.begin(0)
-    moves_a_frozen_copy(model, opt, dp, 0)
+    plain(model, opt, dp, 0)
+    moved.data += Group.world().rank
     with pytest.raises(DataError) as caught:
         dp.finish(0)
     return str(caught.value)
@@ -245,7 +263,9 @@ def repeat(is_equal):
     dp.regroup(Group.world())
     dp.begin(0)
     plain(model, opt, dp, 0 if is_equal else 2)
-    return dp.finish(0)
+    difference = dp.finish(0)
+    torch.optim.SGD(model.parameters(), 0.1).step()  # is free again, though a step was torn
+    return difference
 
 
 def do_all():
@@ -266,6 +286,7 @@ def do_all():
             torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)
     return {
         **found,
+        "wrapped": [digest_of(plain, make=make) for make in (without_momentum, Wrapper)],
         "thawed": [train_thawed(False), train_thawed(True)],
         "scaled": [scale(False), scale(True)],
         "refused": [
@@ -273,7 +294,8 @@ def do_all():
             refuse(ConfigError, by_both),
             refuse(DataError, writes_aside),
             refuse(ConfigError, by_a_second_optimizer),
-            has_a_frozen_copy(),
+            moves(is_of_module=True),
+            moves(is_of_module=False),
         ],
         "repeated": [repeat(True), repeat(False)],
     }
@@ -284,7 +306,7 @@ def found(two_ranks):
     return two_ranks.run(do_all).results
 
 
-@pytest.mark.parametrize("name", ["own", "parts", "clipped", "thawed"])
+@pytest.mark.parametrize("name", ["own", "parts", "clipped", "wrapped", "thawed"])
 def test_torchs_backward_and_step_give_the_same_bits_on_all_ranks(found, name):
     assert len({digest for ranks in found for digest in ranks[name]}) == 1
 
@@ -295,13 +317,14 @@ def test_a_step_that_a_scaler_leaves_out_is_done(found):
 
 def test_what_parts_the_ranks_is_refused_in_the_first_step_that_shows_it(found):
     for ranks in found:
-        no_step, both, written, second, frozen = ranks["refused"]
+        no_step, both, written, second, frozen, elsewhere = ranks["refused"]
         assert "step 0: expected one update, got parameters with [0] steps" in no_step
         assert "optimizer.step() of swift.undoable's optimizer" in no_step
         assert "expected either dp.backward(loss) or loss.backward() in a step, got both" in both
         text = "expected equal parameters on all ranks, got another {} on ranks [1] than on rank 0"
         assert f"step 1: {text.format('last.bias')}" in written
         assert f"step 0: {text.format('frozen')}" in frozen
+        assert f"step 0: {text.format('p8')}" in elsewhere
         assert "last.weight: expected steps by swift.undoable's SGD alone, got one by ano" in second
 
 
