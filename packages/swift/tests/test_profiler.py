@@ -1,6 +1,8 @@
 """What is measured of a pipeline: computation without waiting, and bytes of both directions."""
 
 import json
+import math
+import operator
 import time
 
 import pytest
@@ -16,6 +18,10 @@ from swift.pipeline.profile import Profile
 from swift.profiler import measure
 
 SLEEP_S = 0.004
+SLEPT_S = [2 * MICRO_BATCHES * SLEEP_S * (1 + rank) for rank in range(2)]
+"""Seconds that both passes of a step sleep, by stage."""
+MOST_S = [slept_s + MICRO_BATCHES * SLEEP_S for slept_s in SLEPT_S]
+"""Bounds that the first stage would pass if its waiting counted."""
 
 
 class Sleeping(torch.autograd.Function):
@@ -46,18 +52,27 @@ def measured(folder):
     group = Group.world()
     stage = make_stage(folder, group, log=False)
     stage.module = Slow(stage.module, SLEEP_S * (1 + group.rank))
-    return measure(stage, group, lambda: stage.step(*batch(stage.iteration)), 2, 1e9)
+    profiles = []
+    # Other processes may lengthen a measurement: it is repeated until one of each stage is undisturbed.
+    while len(profiles) < 20 and any(map(operator.gt, quickest(profiles), MOST_S)):
+        profiles.append(measure(stage, group, lambda: stage.step(*batch(stage.iteration)), 2, 1e9))
+    return profiles
+
+
+def quickest(profiles):
+    """The shortest computation of each stage."""
+    return [min((one.replay_s[rank] for one in profiles), default=math.inf) for rank in range(2)]
 
 
 def test_profile_of_sleeping_stages(tmp_path):
     with RankPool(2) as pool:
-        first, second = pool.run(measured, tmp_path).results
-    assert first == second
-    for rank, found_s in enumerate(first.replay_s):
-        slept_s = 2 * MICRO_BATCHES * SLEEP_S * (1 + rank)
-        assert slept_s <= found_s <= slept_s + 0.05
+        profiles, others = pool.run(measured, tmp_path).results
+    assert profiles == others
+    first = profiles[0]
+    for found_s, slept_s, most_s in zip(quickest(profiles), SLEPT_S, MOST_S, strict=True):
+        assert slept_s <= found_s <= most_s
     # The first stage waits for the second, which is not its computation.
-    assert first.step_s >= 2 * MICRO_BATCHES * 2 * SLEEP_S
+    assert first.step_s >= SLEPT_S[1]
     assert first.boundary_bytes == [2 * BATCH * DIM * 4]
     path = tmp_path / "profile.json"
     path.write_text(first.to_json())
