@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,6 +37,7 @@ class HeteroGraph:
         label: int64 [num_nodes of target], classes from 0, -1 for a missing one; None without labels.
         masks: bool [num_nodes of target] of each split.
         node_ids: texts [num_nodes], the user's own ids, of the types that have them.
+        class_names: texts by class, where labels had them.
     """
 
     num_nodes: dict[str, int]
@@ -46,6 +47,7 @@ class HeteroGraph:
     label: Tensor | None
     masks: dict[str, Tensor]
     node_ids: dict[str, np.ndarray]
+    class_names: tuple[str, ...]
     schema: Schema = field(repr=False)
     _cache: dict[Any, Any] = field(repr=False)
 
@@ -59,6 +61,7 @@ class HeteroGraph:
         label: Any = None,
         masks: Mapping[str, Any] | None = None,
         node_ids: Mapping[str, Any] | None = None,
+        class_names: Sequence[str] = (),
     ) -> None:
         """Checks and converts tensors, arrays or lists.
 
@@ -73,6 +76,7 @@ class HeteroGraph:
             label: classes from 0 [num_nodes of target]; -1, or NaN among floats, is a missing label.
             masks: nodes of each split, bool [num_nodes of target].
             node_ids: the user's own ids as texts [num_nodes] by type.
+            class_names: texts by class.
 
         Raises:
             DataError: types, lengths or values do not fit; the message names the type or relation,
@@ -109,6 +113,7 @@ class HeteroGraph:
                 for split, mask in (masks or {}).items()
             },
             "node_ids": names,
+            "class_names": tuple(class_names),
             "schema": schema,
             "_cache": {},
         }
