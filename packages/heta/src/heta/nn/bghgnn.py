@@ -63,13 +63,13 @@ class Blend(nn.Module):
     def __init__(self, num_types: int, num_relations: int, hidden: int) -> None:
         super().__init__()
         self.feature = nn.Parameter(torch.empty(_RANK, hidden + 1, hidden))
-        self.type = nn.Parameter(torch.empty(num_types, _RANK, hidden))
+        self.kind = nn.Parameter(torch.empty(num_types, _RANK, hidden))
         self.relation = nn.Parameter(torch.empty(_RANK, _CODE_DIM + 1, hidden))
         self.weight = nn.Parameter(torch.full((_RANK,), 1.0 / _RANK))
         self.bias = nn.Parameter(torch.zeros(hidden))
         # Fixed random vectors of the relations. A buffer: a checkpoint holds them.
         self.register_buffer("code", torch.randn(num_relations, _CODE_DIM) / _CODE_DIM**0.5)
-        nn.init.normal_(self.type, 1.0, 0.1)
+        nn.init.normal_(self.kind, 1.0, 0.1)
         for factor in (self.feature, self.relation):
             nn.init.normal_(factor, 0.0, factor.shape[1] ** -0.5)
             # A product of three factors passes a feature on only if the others are near 1.
@@ -88,7 +88,7 @@ class Blend(nn.Module):
         by_feature = torch.einsum("nd,rdh->nrh", rows, self.feature[:, :-1]) + self.feature[:, -1]
         by_relation = torch.einsum("nd,rdh->nrh", relations, self.relation[:, :-1])
         by_relation = by_relation + self.relation[:, -1]
-        fused = by_feature * self.type[number] * by_relation
+        fused = by_feature * self.kind[number] * by_relation
         return torch.relu(torch.einsum("nrh,r->nh", fused, self.weight) + self.bias)
 
 

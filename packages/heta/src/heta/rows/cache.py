@@ -27,6 +27,7 @@ Policy = Callable[
     [Mapping[str, Tensor], Mapping[str, float], Mapping[str, int], int], dict[str, Tensor]
 ]
 
+
 @dataclass(frozen=True, slots=True)
 class Cache:
     """A cache of remote rows.
@@ -167,7 +168,9 @@ def _fill_by_type(
 
 CACHE_POLICIES: Registry[str, Policy] = Registry("cache policy")
 CACHE_POLICIES.add("knapsack", _fill_by_worth, "the rows that save most seconds a byte")
-CACHE_POLICIES.add("heta", _fill_by_type, "memory split over types by what misses cost, then hottest")
+CACHE_POLICIES.add(
+    "heta", _fill_by_type, "memory split over types by what misses cost, then hottest"
+)
 CACHE_POLICIES.add("hotness", _fill_by_hotness, "the most accessed rows, whatever their type")
 CACHE_POLICIES.add("uniform", _fill_uniformly, "the same share of each type's rows")
 

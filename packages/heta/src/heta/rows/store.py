@@ -35,6 +35,7 @@ class Table:
             is None.
         owners: who owns which; None if every rank that reads the type has all its rows.
         is_learnable: whether rows are trained.
+        num_nodes: nodes of the type, over all owners.
         state: the optimizer's, by name, of owned rows.
         cache: copies of other ranks' rows; None without.
     """
@@ -42,6 +43,7 @@ class Table:
     rows: Tensor
     owners: Owners | None
     is_learnable: bool
+    num_nodes: int
     state: dict[str, Tensor] = field(default_factory=dict)
     cache: RowCache | None = None
 

@@ -55,13 +55,13 @@ def make_tables(
             assert owners is not None, "learnable rows have owners"
             ids = owners.owned_by(rank, num_nodes)
             rows = initial_rows(ids, part.hidden, seed, number)
-            tables[name] = Table(rows, owners, True, optimizer.new_state(rows))
+            tables[name] = Table(rows, owners, True, num_nodes, optimizer.new_state(rows))
         elif name in part.feat:
-            tables[name] = Table(part.feat[name], owners, False)
+            tables[name] = Table(part.feat[name], owners, False, num_nodes)
         elif part.node_owner:
             # A host may own no node of a type and read others' rows.
             dim = part.schema.feat_dim[name]
-            tables[name] = Table(torch.empty(0, dim), owners, False)
+            tables[name] = Table(torch.empty(0, dim), owners, False, num_nodes)
     return tables
 
 

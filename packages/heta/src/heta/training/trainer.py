@@ -7,6 +7,7 @@ rows lie.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,7 +25,9 @@ from heta.nn.hetero_model import HeteroModel, LocalExchange
 from heta.rows.cache import Cache
 from heta.rows.optimizers import RowAdam, RowOptimizer
 from heta.rows.store import Request, RowStore
+from heta.training.checkpoint import load_checkpoint, save_checkpoint
 from heta.training.checks import check_modules, check_ranks
+from heta.training.evaluation import Evaluation, evaluate_logits
 from heta.training.exchange import PartExchange, Wire
 from heta.training.gradients import GradientSync
 from heta.training.tables import make_tables
@@ -274,6 +277,60 @@ class Trainer:
         finally:
             self.model.train(was_training)
         return torch.cat(parts) if parts else torch.empty(0, 0)
+
+    def evaluate(self, split: str, fanouts: Sequence[int] | None = None) -> Evaluation:
+        """Compares predictions with the labels of every labelled node of a split, on every rank.
+
+        Raises:
+            DataError: there are no labels, or no such split.
+        """
+        seeds = self.part.seeds(split)
+        assert self.part.label is not None, "the split has labelled nodes"
+        return evaluate_logits(self.predict(seeds, fanouts), self.part.label[seeds])
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes a checkpoint that any number of parts can load; every rank calls it.
+
+        It holds parameters, optimizer, learnable rows with their optimizer, and how far the epoch is.
+        Random numbers that modules drew are not part of it.
+
+        Raises:
+            OSError: the folder cannot be written.
+        """
+        progress = {
+            "epoch": self.epoch,
+            "step": self.step_number,
+            "seed": self.seed,
+            "batch_size": self.batch_size,
+            "graph": self._graph_fingerprint,
+        }
+        save_checkpoint(
+            path, model=self.model, optimizer=self.optimizer, tables=self.store.tables,
+            progress=progress, group=self.group,
+        )  # fmt: skip
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Reads what `save` wrote, also with another number of parts; every rank calls it.
+
+        The next `fit_epoch` goes on where the checkpoint left off.
+
+        Raises:
+            DataError: there is no checkpoint, or it is of another graph, model, seed or batch size.
+        """
+        about = load_checkpoint(
+            path, model=self.model, optimizer=self.optimizer, tables=self.store.tables,
+            group=self.group, graph=self._graph_fingerprint,
+        )  # fmt: skip
+        if about["step"] and (about["seed"], about["batch_size"]) != (self.seed, self.batch_size):
+            raise DataError(
+                f"{os.fspath(path)}: expected seed {self.seed} and batch_size {self.batch_size}, got "
+                f"{about['seed']} and {about['batch_size']}, with which its epoch was begun; use those"
+            )
+        self.epoch, self.step_number = about["epoch"], about["step"]
+
+    @property
+    def _graph_fingerprint(self) -> str:
+        return self.part.fingerprint.partition("-")[2]
 
     def close(self) -> None:
         """Ends the thread that samples."""

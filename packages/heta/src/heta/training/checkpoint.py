@@ -1,0 +1,228 @@
+"""Checkpoints in the format of torch.distributed.checkpoint, loaded on any number of parts.
+
+Parameters and their optimizer state are saved once under their names, which do not depend on the
+parts. Learnable rows are saved by their owners, each with the ids of its rows, and every owner of a
+later run picks its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from heta.rows.store import Table
+from shared.comms import Group, barrier
+from shared.errors import DataError
+from shared.files import publish
+
+__all__ = ["load_checkpoint", "save_checkpoint"]
+
+_FORMAT = 1
+
+
+def save_checkpoint(
+    path: str | os.PathLike[str],
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    tables: dict[str, Table],
+    progress: dict[str, Any],
+    group: Group | None,
+) -> None:
+    """Writes a checkpoint; every rank calls it. An earlier one at `path` stays until this is complete.
+
+    Args:
+        path: folder to write.
+        model: this rank's model.
+        optimizer: of its parameters.
+        tables: this rank's rows by type.
+        progress: numbers and texts, the same on every rank.
+        group: all ranks; None for a single process.
+
+    Raises:
+        OSError: the folder cannot be written.
+        CommError: a rank died or the timeout passed.
+    """
+    rank = 0 if group is None else group.rank
+    state: dict[str, Any] = {f"model.{name}": t.detach() for name, t in _tensors_of(model).items()}
+    for name, key, value in _optimizer_state(model, optimizer):
+        state[f"optimizer.{name}.{key}"] = value
+    for name, table in tables.items():
+        if table.is_learnable and len(table.rows):
+            prefix = f"rows.{name}.{rank}"
+            state[f"{prefix}.ids"] = _owned_ids(table, rank, len(table.rows))
+            state[f"{prefix}.weight"] = table.rows
+            state |= {f"{prefix}.{key}": value for key, value in table.state.items()}
+    groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    state["about"] = _to_bytes({"format": _FORMAT, "groups": groups, **progress})
+    target = Path(path)
+    partial = target.with_name(f"{target.name}.partial")
+    dcp.save(state, storage_writer=FileSystemWriter(partial), no_dist=group is None)
+    if rank == 0:
+        publish(partial, target)
+    if group is not None:
+        barrier(group)
+
+
+def load_checkpoint(
+    path: str | os.PathLike[str],
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    tables: dict[str, Table],
+    group: Group | None,
+    graph: str,
+) -> dict[str, Any]:
+    """Reads a checkpoint into model, optimizer and rows, whatever the parts of the run that wrote it.
+
+    Args:
+        path: the folder.
+        model, optimizer, tables, group: as of `save_checkpoint`; nothing of them changes if a check
+            fails.
+        graph: fingerprint of this run's graph.
+
+    Returns:
+        The progress that was saved.
+
+    Raises:
+        DataError: there is no checkpoint, or it is of another graph or model.
+    """
+    if not Path(path, ".metadata").exists():
+        raise DataError(f"{path}: expected a checkpoint, there is none; check the path")
+    reader = FileSystemReader(path)
+    metadata = reader.read_metadata()
+    own = _tensors_of(model)
+    state: dict[str, Any] = {}
+    for name, tensor in own.items():
+        state[f"model.{name}"] = _room(metadata, f"model.{name}", path, tensor)
+    names = dict(model.named_parameters())
+    for key, entry in metadata.state_dict_metadata.items():
+        if key.startswith("optimizer.") and key[10:].rpartition(".")[0] in names:
+            state[key] = _empty(entry)
+        if key.startswith("rows.") or key == "about":
+            state[key] = _empty(entry)
+    if "about" not in state:
+        raise DataError(f"{path}: expected a checkpoint of heta's Trainer, got another one")
+    dcp.load(state, storage_reader=reader, no_dist=group is None)
+    about = json.loads(bytes(state.pop("about").tolist()))
+    if about.get("graph") != graph:
+        raise DataError(
+            f"{path}: expected a checkpoint of this graph, {graph}, got one of {about.get('graph')}"
+        )
+    rank = 0 if group is None else group.rank
+    rows = _pick_rows(state, tables, rank, path)
+    with torch.no_grad():
+        for name, tensor in own.items():
+            tensor.copy_(state[f"model.{name}"])
+    _fill_optimizer(state, names, optimizer, about["groups"])
+    for table, values in rows:
+        table.rows.copy_(values.pop("weight"))
+        for key, value in values.items():
+            table.state[key].copy_(value)
+    return about
+
+
+def _to_bytes(content: dict[str, Any]) -> Tensor:
+    return torch.tensor(list(json.dumps(content).encode()), dtype=torch.uint8)
+
+
+def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def _optimizer_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer
+) -> list[tuple[str, str, Tensor]]:
+    entries = []
+    for name, parameter in model.named_parameters():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            entries.append((name, key, torch.as_tensor(value)))
+    return entries
+
+
+def _fill_optimizer(
+    state: dict[str, Any],
+    names: dict[str, nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    groups: list[dict[str, Any]],
+) -> None:
+    for key, value in state.items():
+        if key.startswith("optimizer."):
+            name, _, entry = key[10:].rpartition(".")
+            optimizer.state[names[name]][entry] = value
+    for group, saved in zip(optimizer.param_groups, groups, strict=True):
+        group.update(saved)
+
+
+def _room(metadata: Metadata, key: str, path: Any, tensor: Tensor) -> Tensor:
+    entry = metadata.state_dict_metadata.get(key)
+    shape = list(entry.size) if isinstance(entry, TensorStorageMetadata) else None
+    if shape != list(tensor.shape):
+        got = "nothing of this name" if shape is None else f"{shape}"
+        raise DataError(
+            f"{path}: {key}: expected {list(tensor.shape)}, got {got}; make the model that was saved"
+        )
+    return torch.empty_like(tensor, device="cpu")
+
+
+def _empty(entry: Any) -> Tensor:
+    return torch.empty(entry.size, dtype=entry.properties.dtype)
+
+
+def _owned_ids(table: Table, rank: int, count: int) -> Tensor:
+    """Ids of this rank's rows, in order of their positions."""
+    assert table.owners is not None, "learnable rows have owners"
+    ids = table.owners.owned_by(rank, table.num_nodes)
+    assert len(ids) == count, "a table has its owner's rows"
+    return ids
+
+
+def _pick_rows(
+    state: dict[str, Any], tables: dict[str, Table], rank: int, path: Any
+) -> list[tuple[Table, dict[str, Tensor]]]:
+    """This rank's rows of each learnable type, and their optimizer state, from all owners' shares."""
+    chosen = []
+    for name, table in tables.items():
+        if not table.is_learnable or not len(table.rows):
+            continue
+        ids = _owned_ids(table, rank, len(table.rows))
+        shares = [
+            key.removesuffix(".ids")
+            for key in state
+            if re.fullmatch(rf"rows\.{re.escape(name)}\.\d+\.ids", key)
+        ]
+        wanted = ["weight", *table.state]
+        values = {
+            key: torch.empty_like(table.rows if key == "weight" else table.state[key])
+            for key in wanted
+        }
+        position = torch.full((table.num_nodes,), -1, dtype=torch.int64)
+        position[ids] = torch.arange(len(ids))
+        num_read = 0
+        for share in shares:
+            where = position[state[f"{share}.ids"]]
+            is_own = where >= 0
+            num_read += int(is_own.sum())
+            for key in wanted:
+                if f"{share}.{key}" not in state:
+                    raise DataError(
+                        f"{path}: rows of {name!r}: expected the optimizer's {key!r}, it was not saved; "
+                        f"use the optimizer of rows that was saved"
+                    )
+                values[key][where[is_own]] = state[f"{share}.{key}"][is_own]
+        if num_read != len(ids):
+            raise DataError(
+                f"{path}: rows of {name!r}: expected {len(ids)} of this rank, got {num_read}; the "
+                f"checkpoint is incomplete"
+            )
+        chosen.append((table, values))
+    return chosen
