@@ -96,7 +96,8 @@ def train(
     net = MODELS[model](part)
     initial = {name: value.clone() for name, value in net.state_dict().items()}
     optimizer = {"sgd": RowSGD()}.get(rows, rows)
-    own = Trainer(part, net, fanouts, 16, rows=optimizer, seed=seed, **(trainer or {}))
+    settings = {"optimizer": lambda p: torch.optim.SGD(p, 0.1)} | (trainer or {})
+    own = Trainer(part, net, fanouts, 16, rows=optimizer, seed=seed, **settings)
     losses = []
     logits = own.predict(torch.arange(part.schema.num_nodes[part.schema.target]))
     for batch in batches:

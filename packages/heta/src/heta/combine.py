@@ -294,28 +294,39 @@ def choose_merge(combine: str | Merge) -> Merge:
 
 
 def check_outputs(
-    outputs: Any, merge: Merge, relation: object, num_edges: int, num_rows: int
+    outputs: Any, merge: Merge, relation: str, num_edges: int, num_rows: int, width: int
 ) -> None:
     """Refuses what a relation's module returned if the merge cannot take it.
 
     Raises:
-        DataError: it is no tensor of a row for each destination, or no pair of logits and values
-            for each edge.
+        DataError: it is no tensor of a row of `width` for each destination, or no pair of logits and
+            values for each edge, whose heads together have this width.
     """
     if not merge.takes_edges:
-        if not isinstance(outputs, Tensor) or outputs.ndim != 2 or len(outputs) != num_rows:
+        if not isinstance(outputs, Tensor) or outputs.shape != (num_rows, width):
             raise DataError(
-                f"expected the module of {relation} to return a tensor [{num_rows}, dim], a row for "
-                f"each destination, got {_describe(outputs)}; return the rows alone"
+                f"expected the module of {relation} to return a tensor [{num_rows}, {width}], a row of "
+                f"out_dim {width} for each destination, got {_describe(outputs)}; return the rows alone, "
+                f"and of several heads as wide together"
             )
         return
-    is_pair = isinstance(outputs, tuple) and len(outputs) == 2
-    if not is_pair or any(len(o) != num_edges for o in outputs) or outputs[1].ndim != 3:
+    if not _is_pair_by_edge(outputs, num_edges, width):
         raise DataError(
             f"expected the module of {relation} to return (logits [{num_edges}, heads], values "
-            f"[{num_edges}, heads, dim]) for the edges, since combine='softmax' takes one softmax "
-            f"over all relations, got {_describe(outputs)}"
+            f"[{num_edges}, heads, {width} / heads]) for the edges, since combine='softmax' takes one "
+            f"softmax over all relations, got {_describe(outputs)}"
         )
+
+
+def _is_pair_by_edge(outputs: Any, num_edges: int, width: int) -> bool:
+    if not isinstance(outputs, tuple) or len(outputs) != 2:
+        return False
+    if not all(isinstance(output, Tensor) for output in outputs):
+        return False
+    logits, values = outputs
+    if values.ndim != 3 or logits.shape != values.shape[:2] or len(values) != num_edges:
+        return False
+    return values.shape[1] * values.shape[2] == width
 
 
 def _describe(outputs: Any) -> str:

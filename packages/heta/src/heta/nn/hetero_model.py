@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import reduce
 from typing import Any, Protocol
 
@@ -16,16 +15,17 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from heta.combine import Merge, check_outputs, choose_merge
+from heta.combine import Merge, choose_merge
 from heta.graph.edges import Edges
 from heta.graph.layers import list_active_relations
 from heta.graph.part import Part
 from heta.graph.sampler import Batch, Layer
 from heta.graph.schema import Relation
-from heta.nn.registration import Registered, register_modules
+from heta.nn.registration import Registered, give_shapes, register_modules
+from heta.nn.relation_input import RelationInput
 from shared.errors import ConfigError
 
-__all__ = ["Exchange", "HeteroModel", "LocalExchange", "RelationInput"]
+__all__ = ["Exchange", "HeteroModel", "LocalExchange"]
 
 Conv = Callable[[int, Relation, int, int, int], nn.Module]
 Call = Callable[..., Tensor]
@@ -62,51 +62,6 @@ class LocalExchange:
     def same_random(self, number: int) -> Iterator[None]:
         """Draws as usual."""
         yield
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class RelationInput:
-    """One relation's share of the work on a list of destination rows.
-
-    Attributes:
-        relation: the relation; None for the destination's own row.
-        slot: its number among the relations into the type.
-        module: its module.
-        x_src: rows of the sources' list.
-        x_dst: rows of the destinations; of width 0 if modules do not read them.
-        edges: edges from `x_src` to `x_dst`; None for the destination's own row.
-        rows: which of all destination rows these are; None for all, in order.
-    """
-
-    relation: Relation | None
-    slot: int
-    module: nn.Module
-    x_src: Tensor
-    x_dst: Tensor
-    edges: Edges | None
-    rows: Tensor | None
-
-    def call(self, merge: Merge) -> tuple[Any, ...]:
-        """Runs the module and returns its outputs and the row of each.
-
-        Raises:
-            DataError: the outputs have another form than the merge takes.
-        """
-        if self.edges is None:
-            outputs, edge_rows = self.module(self.x_dst), None
-            num_edges = len(self.x_dst)
-        else:
-            reads_edges = getattr(self.module, "reads_edges", False)
-            where = self.edges if reads_edges else self.edges.edge_index
-            outputs = self.module((self.x_src, self.x_dst), where)
-            edge_rows, num_edges = self.edges, len(self.edges.src)
-        check_outputs(outputs, merge, self.relation or "the own row", num_edges, len(self.x_dst))
-        if merge.takes_edges:
-            row = torch.arange(num_edges) if edge_rows is None else edge_rows.dst
-            row = row.to(self.x_dst.device)
-            return (*outputs, row if self.rows is None else self.rows[row])
-        rows = torch.arange(len(outputs), device=outputs.device) if self.rows is None else self.rows
-        return outputs, rows
 
 
 class HeteroModel(nn.Module):
@@ -160,15 +115,16 @@ class HeteroModel(nn.Module):
         self.dims = self._list_dims(part)
         if isinstance(head, int):
             head = nn.Linear(self.dims[-1][part.schema.target], head)
+        self._roots = frozenset(part.roots)
         makers = self._list_makers(conv, self_term)
         needed = {key for key in makers if self._is_needed(part, *key)}
+        self.stack_function = getattr(self.merge, "function", None)
+        _check_apart(head, self.activation, self.stack_function)
         registered = register_modules(makers, needed, head)
         self.convs, self.head = registered.modules, head
-        self.stack_function = getattr(self.merge, "function", None)
         self._registered: Registered = registered
         # Rows that no part holds are computed by the parts in turn, as a cut relation's are.
         self._self_share = (part.index, part.num_parts)
-        self._roots = frozenset(part.roots)
 
     @property
     def replicated(self) -> dict[str, nn.Parameter]:
@@ -211,7 +167,7 @@ class HeteroModel(nn.Module):
                 src_dim = below[relation[0]]
                 dst_dim = below[relation[2]] if self.uses_dst else 0
                 arguments = (number, relation, src_dim, dst_dim, self.hidden)
-                makers[number, relation] = lambda a=arguments: conv(*a)
+                makers[number, relation] = lambda a=arguments: give_shapes(conv(*a), *a[2:4])
             for node_type in self.schema.types if self_term else ():
                 if self.num_slots(number, node_type):
                     own = (number, node_type, below[node_type], self.hidden)
@@ -224,10 +180,19 @@ class HeteroModel(nn.Module):
         computes_seeds = self.uses_dst or number == self.num_layers
         if computes_seeds and (key == part.schema.target if is_own else key in part.roots):
             return True
+        if computes_seeds and key == self._stand_in(number):
+            return True
         first = 1 if self.uses_dst else self.num_layers - number
         below = [h for h in range(first, self.num_layers - number + 1) if h >= 1]
         hops = frozenset().union(*(part.relations[h] for h in below))
         return any(relation[2] == key for relation in hops) if is_own else key in hops
+
+    def _stand_in(self, number: int) -> Relation | None:
+        """The relation whose module gives the merge's identity where no root of this part is active."""
+        active = [r for r in self.schema.roots if r in self.active[number - 1]]
+        if self.has_self_term or any(r in self._roots for r in active):
+            return None
+        return active[0]
 
     def module(self, number: int, key: Relation | str) -> nn.Module:
         """Returns the module of a layer and relation, or of a type's own rows."""
@@ -353,6 +318,8 @@ class HeteroModel(nn.Module):
             inputs.append(
                 RelationInput(None, slots[None], module, own_rows, own_rows, None, chosen)
             )
+        if not inputs:
+            inputs.append(self._compute_nothing(number, x_dst))
         state = self.combine_relations(inputs, num_rows, len(slots))
         merged = exchange.merge(number, self.merge, state, seeds)
 
@@ -371,6 +338,20 @@ class HeteroModel(nn.Module):
             finished = exchange.share_gradient(number, finished)
         return finished
 
+    def _compute_nothing(self, number: int, x_dst: Tensor) -> RelationInput:
+        """A relation over no rows, so that a part without work joins the merge with its identity."""
+        relation = self._stand_in(number)
+        assert relation is not None, "this part has no active root"
+        empty = x_dst.new_empty(0, self.dims[number - 1][relation[0]])
+        x_src = self.project_sources(number, {relation[0]: empty})[relation[0]]
+        none = torch.empty(0, dtype=torch.int64, device=x_dst.device)
+        edges = Edges(none.new_zeros(1), none, 0)
+        slot, module = (
+            self.slots(number, self.schema.target)[relation],
+            self.module(number, relation),
+        )
+        return RelationInput(relation, slot, module, x_src, x_dst[:0], edges, none)
+
     def _finalize(self, state: Any, num_slots: int, call: Call) -> Tensor:
         if self.stack_function is not None:
             return call(self.stack_function, state).flatten(1)
@@ -388,7 +369,7 @@ class HeteroModel(nn.Module):
             The state, of all destination rows.
         """
         states = [
-            self.merge.lift(*each.call(self.merge), num_rows, each.slot, num_slots)
+            self.merge.lift(*each.call(self.merge, self.hidden), num_rows, each.slot, num_slots)
             for each in inputs
         ]
         return reduce(self.merge.merge, states)
@@ -398,6 +379,16 @@ class HeteroModel(nn.Module):
             assert rows is not None, "rows of destinations come first in each list"
             return rows[:num_rows]
         return torch.empty(num_rows, 0, device=next(self.parameters()).device)
+
+
+def _check_apart(head: nn.Module, *functions: Any) -> None:
+    """Refuses a head that shares parameters with what is called before the last merge is complete."""
+    shared = {id(p) for f in functions if isinstance(f, nn.Module) for p in f.parameters()}
+    if any(id(parameter) in shared for parameter in head.parameters()):
+        raise ConfigError(
+            "head: expected parameters of its own, it shares one with the activation or the function "
+            "of Stack; make two modules"
+        )
 
 
 def _call(function: Callable[..., Tensor], *arguments: Tensor) -> Tensor:

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from shared.errors import ConfigError
 
-__all__ = ["Registered", "register_modules"]
+__all__ = ["Registered", "give_shapes", "register_modules"]
 
 Key = tuple[int, Any]
 
@@ -71,15 +72,35 @@ def register_modules(
     return Registered(tree, module_of)
 
 
+def give_shapes(module: nn.Module, src_dim: int, dst_dim: int) -> nn.Module:
+    """Calls a module with parameters that have no shape yet on a row, and returns it.
+
+    PyG's linear layers have none where a width is -1, or 0 for destinations that are not read.
+    """
+    if isinstance(module, nn.Module) and _list_shapeless(module):
+        x = torch.zeros(1, src_dim), torch.zeros(1, dst_dim)
+        with torch.no_grad():
+            module(x, torch.empty(2, 0, dtype=torch.int64))
+            # PyG leaves the bias behind no columns as the memory was.
+            for each in module.modules():
+                weight, bias = (getattr(each, name, None) for name in ("weight", "bias"))
+                if isinstance(weight, Tensor) and isinstance(bias, Tensor) and not weight.numel():
+                    bias.zero_()
+    return module
+
+
+def _list_shapeless(module: nn.Module) -> list[str]:
+    return [n for n, p in module.named_parameters() if isinstance(p, UninitializedParameter)]
+
+
 def _check_module(key: Key, module: Any) -> None:
     if not isinstance(module, nn.Module):
         raise ConfigError(f"expected a torch.nn.Module for {_name(key)}, got {module!r}")
-    for name, parameter in module.named_parameters():
-        if isinstance(parameter, UninitializedParameter):
-            raise ConfigError(
-                f"the module of {_name(key)}: its parameter {name} has no shape yet; make it with the "
-                f"widths that are passed, instead of -1 or a lazy module"
-            )
+    for name in _list_shapeless(module):
+        raise ConfigError(
+            f"the module of {_name(key)}: its parameter {name} has no shape yet; make it with the "
+            f"widths that are passed, instead of -1 or a lazy module"
+        )
 
 
 def _name(key: Key) -> str:

@@ -14,7 +14,8 @@ from heta.combine import Sum
 from heta.graph.edges import Edges
 from heta.graph.part import Part
 from heta.graph.schema import Relation
-from heta.nn.hetero_model import HeteroModel, RelationInput
+from heta.nn.hetero_model import HeteroModel
+from heta.nn.relation_input import RelationInput
 from shared.kernels.segment import aggregate
 
 __all__ = ["RGCN", "MeanConv"]
