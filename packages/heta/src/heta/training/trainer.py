@@ -203,10 +203,24 @@ class Trainer:
         generator = torch.Generator().manual_seed(stream_key(self.seed, self.epoch) >> 1)
         return list(seeds[torch.randperm(len(seeds), generator=generator)].split(self.batch_size))
 
+    def steps(self, batches: Sequence[Int64[Tensor, " seeds"]]) -> Iterator[float]:
+        """Trains on batches one after another, and yields each one's loss.
+
+        The next batch is sampled while a step runs. Arguments and errors are `backward`'s.
+        """
+        pending = self._prefetch(batches[0], self.step_number) if len(batches) else None
+        for number, seeds in enumerate(batches):
+            assert pending is not None, "there is a batch"
+            with self._phase("sample"):
+                batch = pending.result()
+            if number + 1 < len(batches):
+                pending = self._prefetch(batches[number + 1], self.step_number + 1)
+            loss = self._backward(batch, seeds)
+            self.update()
+            yield loss
+
     def fit_epoch(self, split: str = "train") -> EpochReport:
         """Trains on every labelled seed of a split once, from where `load` may have left off.
-
-        The next batch is sampled while a step runs.
 
         Raises:
             DataError: the split has no labelled seeds.
@@ -218,17 +232,11 @@ class Trainer:
         began = time.perf_counter()
         sent = self._sent_bytes()
         first, losses = self.step_number, []
-        pending = self._prefetch(batches[first])
         is_shown = self.group is None or self.group.rank == 0
         text = f"epoch {self.epoch}"
         with show_progress(text, len(batches), is_shown=is_shown) as progress:
-            for number in range(first, len(batches)):
-                with self._phase("sample"):
-                    batch = pending.result()
-                if number + 1 < len(batches):
-                    pending = self._prefetch(batches[number + 1], number + 1)
-                losses.append(self._backward(batch, batches[number]) * len(batches[number]))
-                self.update()
+            for batch, loss in zip(batches[first:], self.steps(batches[first:]), strict=True):
+                losses.append(loss * len(batch))
                 progress.advance()
         count = sum(len(batch) for batch in batches[first:])
         report = EpochReport(
@@ -343,10 +351,8 @@ class Trainer:
             return seeds[owner[seeds] == self.replica]
         return seeds[self.replica :: self.num_replicas]
 
-    def _prefetch(self, seeds: Tensor, step: int | None = None) -> Future[Batch]:
-        own = self._choose_seeds(seeds)
-        step = self.step_number if step is None else step
-        return self._sampler.submit(self._sample, own, self.epoch, step)
+    def _prefetch(self, seeds: Tensor, step: int) -> Future[Batch]:
+        return self._sampler.submit(self._sample, self._choose_seeds(seeds), self.epoch, step)
 
     def _sample(self, seeds: Tensor, epoch: int, step: int) -> Batch:
         return self.part.sample(
