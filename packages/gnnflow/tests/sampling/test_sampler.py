@@ -113,6 +113,26 @@ def test_a_window_of_half_a_second(placement):
     assert gf.TemporalSampler(graph, [1]).sample([0], [2.5]).layers[0].times.tolist() == [2]
 
 
+@pytest.mark.parametrize("neighbor_times", ["edge", "root"])
+@pytest.mark.parametrize("snapshots", [1, 2])
+def test_spans_of_whole_times_are_those_of_float_ones(neighbor_times, snapshots):
+    given = {"window": 4, "snapshots": snapshots, "neighbor_times": neighbor_times}
+    nodes, times = [0, 1, 0], [5.25, 7.0, 3.5]
+    found = []
+    for time_dtype in ("int64", "float64"):
+        graph = gf.TemporalGraph(time_dtype=time_dtype, undirected=True)
+        graph.add_edges([0, 1, 2, 0, 1, 0, 2], [1, 2, 0, 2, 0, 1, 1], range(7))
+        samples = [gf.TemporalSampler(graph, [3, 2], **given).sample(nodes, times)]
+        padded = gf.TemporalSampler(graph, [3]).sample(nodes, times, layout="padded")
+        found.append([*(block for sample in samples for block in sample.blocks()), padded])
+    for whole, floating in zip(*found, strict=True):
+        for name in ("nodes", "times", "dt", "eids"):
+            assert torch.equal(getattr(whole, name).double(), getattr(floating, name).double()), (
+                name
+            )
+    assert torch.equal(found[0][0].root_times, torch.tensor(times, dtype=torch.float64))
+
+
 @settings(max_examples=15)
 @given(
     seed=st.integers(0, 99),

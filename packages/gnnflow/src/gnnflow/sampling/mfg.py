@@ -169,7 +169,7 @@ class Sequences:
         mask = torch.arange(fanout + 1, device=device) >= fanout - counts[:, None]
         return cls(
             nodes=laid_out(block.nodes, block.roots, 0),
-            times=laid_out(block.times, block.root_times, 0),
+            times=laid_out(block.times.to(block.root_times.dtype), block.root_times, 0),
             dt=laid_out(block.dt, 0, 0),
             eids=laid_out(block.eids, -1, -1),
             mask=mask,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, Literal, overload
 
@@ -118,10 +119,12 @@ class TemporalSampler:
                 f"snapshot and policy='recent', got {self.fanouts}, {self.snapshots} and "
                 f"{self.policy!r}"
             )
-        roots, root_times = self._roots(nodes, times)
+        roots, root_times, shifts = self._roots(nodes, times)
         with self.graph.reading as adjacency:
             version = self.graph.version
             layers = self._layers(adjacency, roots, root_times)
+        if shifts is not None:
+            layers = self._shift(layers, shifts)
         expired = self.graph.expired_before
         is_cut = expired is not None and bool((root_times <= expired).any())
         if layout == "padded":
@@ -141,6 +144,26 @@ class TemporalSampler:
             if hop + 1 < len(self.fanouts):
                 now = [self._next_roots(block) for block in blocks]
         return layers
+
+    def _shift(self, layers: list[Layer], shifts: Tensor) -> list[Layer]:
+        """Gives roots the times that they were asked for at, which lie before the bounds of their edges."""
+        now = [shifts] * self.snapshots
+        shifted: list[Layer] = []
+        for layer in layers:
+            blocks = layer if isinstance(layer, list) else [layer]
+            of_edges = [shift[block.row] for block, shift in zip(blocks, now, strict=True)]
+            found = [
+                dataclasses.replace(
+                    block, root_times=block.root_times - shift, dt=block.dt - of_edge
+                )
+                for block, shift, of_edge in zip(blocks, now, of_edges, strict=True)
+            ]
+            shifted.append(found if self.snapshots > 1 else found[0])
+            # Neighbours are asked for at whole times of edges, unless at their roots' times.
+            own = int(self.neighbor_times == "root")
+            pairs = zip(now, of_edges, strict=True)
+            now = [torch.cat([shift, own * of_edge]) for shift, of_edge in pairs]
+        return shifted
 
     def _next_roots(self, block: TemporalBlock) -> tuple[Tensor, Tensor]:
         """Roots of the next hop, and when they are asked for."""
@@ -183,7 +206,8 @@ class TemporalSampler:
         # Whole times: the edges within 2.5 seconds are those within 2.
         return int(np.floor(span))
 
-    def _roots(self, nodes: Any, times: Any) -> tuple[Tensor, Tensor]:
+    def _roots(self, nodes: Any, times: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Roots, bounds of their edges' times, and how far bounds lie behind the times asked for."""
         device, dtype = self.graph.device, self.graph.time_dtype
         if (
             isinstance(nodes, Tensor)
@@ -193,7 +217,7 @@ class TemporalSampler:
             and nodes.ndim == 1
             and nodes.shape == times.shape
         ):
-            return nodes, times  # the usual case, in a fraction of the time
+            return nodes, times, None  # the usual case, in a fraction of the time
         roots = torch.as_tensor(nodes)
         if roots.ndim != 1 or (roots.is_floating_point() and len(roots)):
             raise DataError(
@@ -214,5 +238,7 @@ class TemporalSampler:
             )
         if dtype == torch.int64 and found.is_floating_point():
             # An edge of time 2 is earlier than 2.5, one of time 3 is not.
-            found = found.ceil()
-        return roots, found.to(device, dtype)
+            asked, found = found.double(), found.double().ceil()
+            shifts = (found - asked).to(device) if bool((found != asked).any()) else None
+            return roots, found.to(device, dtype), shifts
+        return roots, found.to(device, dtype), None
