@@ -4,50 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
-from heta.summing.registry import METHODS
-from shared.cli import DemoOptions, JsonOption, choice, run_command
+from shared.cli import DemoOptions, run_command
 
 __all__ = ["main"]
 
-_ABOUT = """Sum many ranges of one array.
-
-Exit status: 0 done; 1 failed; 2 wrong usage.
-"""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sum(JsonOption):
-    """Sum one range of the whole numbers 0, 1, 2, ...
-
-    Examples:
-        heta sum --start 2 --stop 5
-        heta sum --start 2 --stop 5 --method loop
-    """
-
-    start: int
-    """First number."""
-    stop: int
-    """The number after the last."""
-    method: Annotated[str, choice(METHODS)] = "prefix"
-    """How the range is summed; the sum is the same."""
-
-    def execute(self) -> None:
-        """Prints the sum."""
-        import numpy as np
-
-        from heta.summing.ranges import range_sums
-
-        starts, stops = np.array([self.start]), np.array([self.stop])
-        values = np.arange(max(self.stop, 0))
-        found = int(range_sums(values, starts, stops, method=self.method)[0])
-        self.print_result({"sum": found, "method": self.method}, found)
+_ABOUT = "Train heterogeneous graph networks across hosts, sending one row a seed."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demo(DemoOptions):
-    """Sum ranges by prefix sums and one by one, on this machine.
+    """Train flights on two ranks by each strategy, and compare losses, bytes and seconds.
 
     Examples:
         heta demo --out report/heta
@@ -57,7 +24,7 @@ class Demo(DemoOptions):
     out: Path = Path("report/heta")
     """Folder for demo.json and a picture."""
     full: bool = False
-    """The long form: more repeats."""
+    """The long form: the whole year and more steps."""
 
     def execute(self) -> int:
         """Runs the demo and prints its claims; 1 if a result is not correct."""
@@ -70,9 +37,9 @@ def main(argv: list[str] | None = None) -> int:
     """Runs one subcommand.
 
     Args:
-        argv: the arguments; the process's own when left out.
+        argv: the arguments; None: those of the process.
 
     Returns:
         The exit status: 0 done, 1 failed. Usage errors exit with 2.
     """
-    return run_command({"sum": Sum, "demo": Demo}, prog="heta", about=_ABOUT, argv=argv)
+    return run_command({"demo": Demo}, prog="heta", about=_ABOUT, argv=argv)

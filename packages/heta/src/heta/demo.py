@@ -1,18 +1,14 @@
-"""The demo: prefix sums beside one `sum` a range, on the same ranges in the same process."""
+"""The demo: what the strategies are predicted to send on the graph of flights."""
 
-import time
-from collections.abc import Callable
+from __future__ import annotations
+
 from pathlib import Path
 
-import numpy as np
-
-from heta.summing.ranges import range_sums
+import heta
 from shared.claims import Claim, finish
 from shared.training.pictures import new_picture, save_picture
 
 __all__ = ["run"]
-
-_RANGES = (1_000, 4_000, 16_000)
 
 
 def run(out: Path, *, is_full: bool) -> bool:
@@ -22,48 +18,25 @@ def run(out: Path, *, is_full: bool) -> bool:
         Whether every claim's result was correct.
     """
     out.mkdir(parents=True, exist_ok=True)
-    random = np.random.default_rng(0)
-    values = random.integers(-1000, 1000, 100_000)
-    claims = []
-    for num_ranges in _RANGES:
-        bounds = np.sort(random.integers(0, len(values) + 1, (2, num_ranges)), axis=0)
-        claims.append(_measure(values, bounds[0], bounds[1], 25 if is_full else 5))
-    _draw(claims, out / "times.svg")
-    return finish(out, "heta", claims, {"ranges": list(_RANGES)})
-
-
-def _measure(values: np.ndarray, starts: np.ndarray, stops: np.ndarray, repeats: int) -> Claim:
-    ours, theirs, is_equal = [], [], True
-    for _ in range(repeats):
-        ours_s, mine = _timed(lambda: range_sums(values, starts, stops))
-        plain_s, others = _timed(lambda: range_sums(values, starts, stops, method="loop"))
-        ours.append(ours_s)
-        theirs.append(plain_s)
-        is_equal &= bool(np.array_equal(mine, others))
-    return Claim(
-        name=f"time for {len(starts):,} range sums",
-        unit="s",
-        ours=float(np.median(ours)),
-        baseline=float(np.median(theirs)),
-        baseline_name="one numpy sum a range",
-        higher_is_better=False,
-        correct=is_equal,
-        detail="every sum equal to the baseline's",
-        source="heta demo",
-    )
-
-
-def _timed(call: Callable[[], np.ndarray]) -> tuple[float, np.ndarray]:
-    started = time.perf_counter()
-    result = call()
-    return time.perf_counter() - started, result
-
-
-def _draw(claims: list[Claim], path: Path) -> None:
-    figure = new_picture(3.0)
+    plan = heta.plan(heta.data.flights(days=365 if is_full else 60), strategy="raf")
+    raf = next(each for each in plan.alternatives if each.strategy == "raf")
+    claims = [
+        Claim(
+            name=f"bytes of a step against {each.strategy}",
+            unit="MB",
+            ours=raf.sent_bytes / 1e6,
+            baseline=each.sent_bytes / 1e6,
+            baseline_name=each.strategy,
+            higher_is_better=False,
+            kind="simulated",
+            correct=True,
+            source="heta demo",
+        )
+        for each in plan.alternatives
+    ]
+    figure = new_picture(2.5)
     axes = figure.add_subplot()
-    axes.plot(_RANGES, [c.baseline * 1e3 for c in claims], "o-", color="#868e96", label="plain")
-    axes.plot(_RANGES, [c.ours * 1e3 for c in claims], "o-", color="#0b7285", label="prefix sums")
-    axes.set(xlabel="ranges", ylabel="time (ms)", yscale="log")
-    axes.legend(frameon=False)
-    save_picture(figure, path, "Milliseconds for ranges of sums, plain and by prefix sums")
+    axes.bar([each.strategy for each in plan.alternatives], [c.baseline for c in claims])
+    axes.set(ylabel="MB a step")
+    save_picture(figure, out / "strategies.svg", "Megabytes of a step by strategy, predicted")
+    return finish(out, "heta", claims, {})
