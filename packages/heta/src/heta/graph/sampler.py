@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Int64
@@ -26,6 +26,7 @@ from shared.kernels.segment import CSR
 __all__ = ["Batch", "Layer", "SeedEdges", "check_fanouts", "sample_batch"]
 
 
+@runtime_checkable
 class Structure(Protocol):
     """What sampling reads of a part."""
 
