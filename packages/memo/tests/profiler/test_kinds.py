@@ -12,8 +12,9 @@ from transformers import DynamicCache
 import memo
 from memo.planner.layer_plan import INPUT, LayerPlan
 from memo.profiler.autotune import measure_profile
-from memo.profiler.calls import capture_calls
-from memo.profiler.kinds import find_kinds
+from memo.profiler.calls import LayerCall, capture_calls, structure_of
+from memo.profiler.kinds import LayerKind, find_kinds
+from memo.profiler.layer_bytes import count_bytes
 from memo.profiler.storage_meter import StorageMeter
 from memo.profiler.untouched import untouched
 from memo.runtime.layers import kind_of
@@ -108,6 +109,67 @@ def kinds_of(model, batch):
 def test_layers_that_choose_by_their_number_are_of_kinds_of_their_own():
     _, numbers = kinds_of(Stack([Numbered(0), Numbered(1), Numbered(2)]), {"x": make_input()})
     assert numbers == [0, 1, 0]
+
+
+class Repeated(Block):
+    """Uses one weight twice."""
+
+    def forward(self, x):
+        return super().forward(x + self.up(x)[..., : x.shape[-1]].tanh())
+
+
+@pytest.mark.parametrize(
+    ("make", "dtype"),
+    [
+        (lambda: make_model("llama", num_layers=1).model.layers[0], torch.float32),
+        pytest.param(
+            lambda: make_model("llama", num_layers=1).model.layers[0],
+            torch.bfloat16,
+            marks=pytest.mark.slow,
+        ),
+        (Repeated, torch.float32),
+    ],
+)
+def test_bytes_of_each_number_of_items_are_those_of_a_run_with_these(make, dtype):
+    """They are derived from few runs, also where products copy their arguments, or a weight has several."""
+    layer = make()
+    width = 32 if isinstance(layer, Repeated) else 64
+    x = make_input(rows=48, width=width).requires_grad_()
+    call = LayerCall(
+        (x,), {}, None, ("cpu", dtype, dtype != torch.float32), structure_of(layer), None
+    )
+    if not isinstance(layer, Repeated):
+        angles = torch.ones(1, 48, layer.self_attn.head_dim)
+        call = replace(call, kwargs={"position_embeddings": (angles, angles)})
+    kind = LayerKind.of(0, layer, call)
+    first, *others = kind.item_bytes
+    names = [first, *others[::-1]]  # attention's place among them is another one in each order
+    kept = [frozenset(names[: num + 1]) for num in range(len(names))]
+    with call.settings():
+        counted = [
+            count_bytes(layer, call.args, call.kwargs, LayerPlan(mode="restore", resident=one))
+            for one in kept
+        ]
+    assert kind.levels(names) == [one.passes for one in counted]
+    assert kind.item_bytes == counted[-1].item_bytes
+    num_bytes = sum(kind.item_bytes.values())
+    assert counted[-1].held_bytes - counted[0].held_bytes == num_bytes - x.nbytes
+
+
+def test_layers_that_do_not_read_their_number_are_counted_once(monkeypatch):
+    counted = []
+    monkeypatch.setattr(
+        "memo.profiler.kinds.count_bytes",
+        lambda layer, *args, **given: counted.append(layer) or count_bytes(layer, *args, **given),
+    )
+    layers = [Block() for _ in range(3)]
+    for number, layer in enumerate(layers):
+        layer.layer_idx = number
+    kinds, numbers = kinds_of(Stack(layers), {"x": make_input()})
+    assert numbers == [0, 0, 0]
+    assert not kinds[0].reads_number
+    assert set(counted) == {layers[0]}
+    assert all(type(one) is Block for one in layers)
 
 
 def test_layers_are_alike_whatever_they_count():

@@ -68,6 +68,9 @@ _FREE_TILES = TilesProfile(
 _NOISE_BYTES = 8 << 20
 """By which what is resident may differ between two looks, steps apart."""
 
+_MARGIN_BYTES = 2 << 20
+"""By which it may grow between two looks, with nothing but the end of measuring between them."""
+
 
 def autotune(
     model: nn.Module,
@@ -212,7 +215,6 @@ def _measure(
         outside = count_outside(model, found, calls, batch)
         calls = _needing(calls, outside)
         kinds, numbers = find_kinds(found, calls)
-        items = [kind.item_bytes() for kind in kinds]
         tiles: list[TilesProfile | None] = [None] * len(kinds)
         num_tokens = max(kind.call.num_rows for kind in kinds)
         input_shape = tuple(_call_of(calls, kinds[0]).source.shape)
@@ -235,12 +237,12 @@ def _measure(
                 least_layer(
                     kind.call.num_rows,
                     kind.call.source.nbytes,
-                    item_bytes,
+                    kind.item_bytes,
                     kind.plain.held_bytes,
                     kind.plain.passes,
                     one,
                 )
-                for kind, item_bytes, one in zip(kinds, items, tiles, strict=True)
+                for kind, one in zip(kinds, tiles, strict=True)
             ]
 
         least = step_of(
@@ -275,13 +277,14 @@ def _measure(
         if factor != 1:
             short_calls = _needing(capture_calls(model, found, short), outside)
         times = []
-        for kind, item_bytes in zip(kinds, items, strict=True):
+        for kind in kinds:
             call = _call_of(short_calls, kind)
             with call.settings():
-                times.append(measure_layer(kind.layer, call.args, call.kwargs, list(item_bytes)))
+                times.append(
+                    measure_layer(kind.layer, call.args, call.kwargs, list(kind.item_bytes))
+                )
         layers = [
-            kind.describe(item_bytes, spent.scaled(factor), None)
-            for kind, item_bytes, spent in zip(kinds, items, times, strict=True)
+            kind.describe(spent.scaled(factor)) for kind, spent in zip(kinds, times, strict=True)
         ]
         usual = kinds[max(set(numbers), key=numbers.count)]
         work_call = _call_of(short_calls, usual)
@@ -314,7 +317,8 @@ def _measure(
                 "busy": f"{now(device).share_waited(begun):.2f}",
             },
         )
-        as_found = replace(profile, fixed_bytes=profile.fixed_bytes + fixed() + _NOISE_BYTES)
+        gc.collect()  # what only cycles hold would count for good
+        as_found = replace(profile, fixed_bytes=profile.fixed_bytes + fixed() + _MARGIN_BYTES)
         if budget is None or not fits(as_found, budget):
             for place, (kind, spent) in enumerate(zip(kinds, times, strict=True)):
                 if spent.can_replay:

@@ -27,6 +27,7 @@ __all__ = [
     "capture_call",
     "capture_calls",
     "count_given",
+    "is_index",
     "pass_on",
     "refuse_batch",
     "refusing",
@@ -374,7 +375,7 @@ def structure_of(layer: nn.Module, *, has_number: bool = False) -> Hashable:
             tuple(
                 (key, value)
                 for key, value in vars(module).items()
-                if type(value) in _PLAIN and (has_number or not _is_index(key))
+                if type(value) in _PLAIN and (has_number or not is_index(key))
             ),
             tuple(
                 (key, tuple(one.shape), one.dtype, one.requires_grad)
@@ -387,7 +388,7 @@ def structure_of(layer: nn.Module, *, has_number: bool = False) -> Hashable:
     )
 
 
-def _is_index(name: str) -> bool:
+def is_index(name: str) -> bool:
     """Whether an attribute's name says that it is the layer's number, as transformers' `layer_idx` is."""
     return any(part in ("idx", "index", "id", "number") for part in name.lower().split("_"))
 

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
 from memo.planner.layer_plan import ATTENTION, INPUT, LayerPlan
-from memo.planner.profile import ItemProfile, LayerProfile, TilesProfile
-from memo.profiler.calls import LayerCall, refusing, run_on_fakes, signature_of, structure_of
+from memo.planner.profile import ItemProfile, LayerProfile, PassBytes
+from memo.profiler.calls import (
+    LayerCall,
+    is_index,
+    refusing,
+    run_on_fakes,
+    signature_of,
+    structure_of,
+)
 from memo.profiler.layer_bytes import LayerBytes, LayerPasses, count_bytes
 from memo.profiler.timing.layer_times import LayerTimes
 from memo.runtime.recording.calls import NotRepeatable
@@ -28,37 +37,69 @@ class LayerKind:
         layer: itself.
         call: what the model calls it with.
         plain: bytes of its passes without a plan.
+        whole: of its passes with all its items on the device; None where it cannot run again.
+        reads_number: whether it reads its number, by which it may do something else than others of its structure.
     """
 
     number: int
     layer: nn.Module
     call: LayerCall
     plain: LayerBytes
+    whole: LayerBytes | None
+    reads_number: bool
 
-    def count(self, plan: LayerPlan) -> LayerBytes:
-        """Bytes of its passes under a plan."""
-        with self.call.settings(), refusing(self.layer):
-            return count_bytes(self.layer, self.call.args, self.call.kwargs, plan)
+    @classmethod
+    def of(cls, number: int, layer: nn.Module, call: LayerCall) -> LayerKind:
+        """The kind of a layer, whose bytes are counted.
 
+        Raises:
+            ConfigError: the layer fails.
+        """
+        weights = [name for name, one in layer.named_parameters() if one.ndim > 1]
+        with _note_numbers(layer) as numbers:
+            plain = _count(layer, call, LayerPlan())
+        everything = _restore(INPUT, ATTENTION, *weights)
+        try:
+            whole = _count(layer, call, everything, is_real=plain.is_real)
+        except NotRepeatable:
+            whole = None
+        return cls(number, layer, call, plain, whole, bool(numbers))
+
+    @property
     def item_bytes(self) -> dict[str, int]:
         """Bytes of all its items; the input alone where it cannot run again, or saves nothing."""
-        weights = [name for name, one in self.layer.named_parameters() if one.ndim > 1]
-        everything = frozenset([INPUT, ATTENTION, *weights])
-        try:
-            counted = self.count(LayerPlan(mode="restore", resident=everything)).item_bytes
-        except NotRepeatable:
-            counted = {}
+        counted = {} if self.whole is None else self.whole.item_bytes
         return counted or {INPUT: self.call.source.nbytes}
 
-    def describe(
-        self, item_bytes: dict[str, int], times: LayerTimes, tiles: TilesProfile | None
-    ) -> LayerProfile:
-        """Its profile.
+    def levels(self, names: Sequence[str]) -> list[PassBytes]:
+        """Bytes of its passes where the first of its items stays, the first two and so on.
 
         Args:
-            item_bytes: of its items.
+            names: of all items, the input first.
+        """
+        kept = [frozenset(names[: num + 1]) for num in range(len(names))]
+        if self.whole is None:
+            return [self._again(one).passes for one in kept]
+        # Attention answers for all that it computes: what it takes when it runs again is counted apart.
+        bases = {
+            has_attention: self._again(frozenset([INPUT, ATTENTION][: 1 + has_attention]))
+            for has_attention in {ATTENTION in one for one in kept}
+        }
+        levels = [bases[ATTENTION in one].passes_keeping(one) for one in kept]
+        if levels[-1] == self.whole.passes:
+            return levels
+        # A product makes more than its result, as under autocast copies of its arguments.
+        return [self._again(one).passes for one in kept]
+
+    def _again(self, kept: frozenset[str]) -> LayerBytes:
+        """Bytes of its passes where it runs again, with some items on the device."""
+        return _count(self.layer, self.call, _restore(*kept), is_real=self.plain.is_real)
+
+    def describe(self, times: LayerTimes) -> LayerProfile:
+        """Its profile, without tiles; its items by the seconds that their bytes save.
+
+        Args:
             times: measured.
-            tiles: of its passes by tiles.
         """
         items = [
             ItemProfile(
@@ -66,19 +107,14 @@ class LayerKind:
                 num_bytes=num_bytes,
                 recompute_s=0.0 if name == INPUT else times.call_s.get(name, 0.0),
             )
-            for name, num_bytes in item_bytes.items()
+            for name, num_bytes in self.item_bytes.items()
         ]
         first, *others = items
         others.sort(key=lambda one: -one.recompute_s / max(one.num_bytes, 1))
         ordered = [first, *others]
         levels = [self.plain.passes] * len(ordered)
         if times.can_replay:
-            kept = [
-                frozenset(one.name for one in ordered[: num + 1]) for num in range(len(ordered))
-            ]
-            levels = [
-                self.count(LayerPlan(mode="restore", resident=names)).passes for names in kept
-            ]
+            levels = self.levels([one.name for one in ordered])
         return LayerProfile(
             num_tokens=self.call.num_rows,
             input_bytes=self.call.source.nbytes,
@@ -90,8 +126,43 @@ class LayerKind:
             kept=self.plain.passes,
             levels=tuple(levels),
             can_replay=times.can_replay,
-            tiles=tiles,
         )
+
+
+def _restore(*names: str) -> LayerPlan:
+    return LayerPlan(mode="restore", resident=frozenset(names))
+
+
+def _count(
+    layer: nn.Module, call: LayerCall, plan: LayerPlan, *, is_real: bool = False
+) -> LayerBytes:
+    """Bytes of a layer's passes under a plan."""
+    with call.settings(), refusing(layer):
+        return count_bytes(layer, call.args, call.kwargs, plan, is_real=is_real)
+
+
+@contextmanager
+def _note_numbers(layer: nn.Module) -> Iterator[set[str]]:
+    """Notes attributes that number a layer, if its modules read them in the meantime."""
+    numbers: set[str] = set()
+
+    def noting(kind: type[nn.Module]) -> type[nn.Module]:
+        def read(self: nn.Module, name: str) -> Any:
+            if is_index(name):
+                numbers.add(name)
+            return kind.__getattribute__(self, name)
+
+        return type(kind)(kind.__name__, (kind,), {"__getattribute__": read})
+
+    modules = [one for one in layer.modules() if any(map(is_index, vars(one)))]
+    kinds = [type(one) for one in modules]
+    for module in modules:
+        module.__class__ = noting(type(module))
+    try:
+        yield numbers
+    finally:
+        for module, kind in zip(modules, kinds, strict=True):
+            module.__class__ = kind
 
 
 def find_kinds(
@@ -99,8 +170,8 @@ def find_kinds(
 ) -> tuple[list[LayerKind], list[int]]:
     """Kinds of layers, and the kind of each layer by its number.
 
-    Alike are layers of one structure that are called alike. As some choose by their number what they do, bytes of
-    each are counted too, where that takes no run of it.
+    Alike are layers of one structure that are called alike. Where they read their number, by which some choose what
+    they do, bytes of each are counted too, if that takes no run of it.
 
     Args:
         layers: of a model, inside of `untouched`.
@@ -125,9 +196,7 @@ def find_kinds(
         place = next((one for one in alike if _is_same(kinds[one], layer, call)), None)
         if place is None:
             place = len(kinds)
-            with call.settings(), refusing(layer):
-                plain = count_bytes(layer, call.args, call.kwargs, LayerPlan())
-            kinds.append(LayerKind(number, layer, call, plain))
+            kinds.append(LayerKind.of(number, layer, call))
         numbers.append(place)
     for number, layer in enumerate(layers):
         if numbers[number] is None:
@@ -137,7 +206,7 @@ def find_kinds(
 
 def _is_same(kind: LayerKind, layer: nn.Module, call: LayerCall) -> bool:
     """Whether a layer of a kind's structure takes the kind's bytes."""
-    if call.own_structure == kind.call.own_structure:
+    if not kind.reads_number or call.own_structure == kind.call.own_structure:
         return True
     passes = LayerPasses(layer, LayerPlan(), None)
     try:

@@ -1,16 +1,28 @@
-"""Counts bytes of storages while operations run: live ones, and most at once."""
+"""Counts bytes of storages while operations run: live ones, most at once, and each as it is made and freed."""
 
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-__all__ = ["StorageMeter"]
+__all__ = ["Change", "StorageMeter"]
+
+
+class Change(NamedTuple):
+    """A storage that is made or freed.
+
+    Attributes:
+        name: what `StorageMeter.name` called it; empty for others.
+        num_bytes: its size, negative where it is freed.
+    """
+
+    name: str
+    num_bytes: int
 
 
 class StorageMeter(TorchDispatchMode):
@@ -25,6 +37,27 @@ class StorageMeter(TorchDispatchMode):
         super().__init__()
         self.live_bytes = self.peak_bytes = 0
         self._known: dict[int, int] = {}
+        self._numbers: dict[int, int] = {}
+        self._names: dict[int, str] = {}
+        self._changes: list[tuple[int, int]] = []
+
+    @property
+    def num_changes(self) -> int:
+        """Storages that were made or freed so far."""
+        return len(self._changes)
+
+    def changes(self, begin: int, end: int) -> list[Change]:
+        """Storages that were made or freed, by the count of those before."""
+        return [
+            Change(self._names.get(number, ""), num_bytes)
+            for number, num_bytes in self._changes[begin:end]
+        ]
+
+    def name(self, tensor: Tensor, name: str) -> None:
+        """Names a tensor's storage, if it was made while the mode is on."""
+        number = self._numbers.get(tensor.untyped_storage()._cdata)
+        if number is not None:
+            self._names[number] = name
 
     def mark(self) -> None:
         """Begins to look for the peak anew."""
@@ -61,9 +94,16 @@ class StorageMeter(TorchDispatchMode):
         if key in self._known:
             return
         self._known[key] = storage.nbytes()
+        self._numbers[key] = len(
+            self._changes
+        )  # a number that no other has, as addresses come again
+        self._changes.append((self._numbers[key], self._known[key]))
         self.live_bytes += self._known[key]
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         weakref.finalize(storage, self._remove, key)
 
     def _remove(self, key: int) -> None:
-        self.live_bytes -= self._known.pop(key, 0)
+        num_bytes = self._known.pop(key, 0)
+        self.live_bytes -= num_bytes
+        if key in self._numbers:
+            self._changes.append((self._numbers.pop(key), -num_bytes))

@@ -27,6 +27,9 @@ _NOISES, _ROUNDING = 4.0, 0.02
 """Times by which gradients of a layer that was run again may differ more than those of two plain runs, and what
 these may differ by, of their norm, for that to be rounding."""
 
+_AGREEING = 1.05
+"""Times by which two measurements that agree may differ."""
+
 
 @dataclass(frozen=True, slots=True)
 class LayerTimes:
@@ -81,7 +84,8 @@ def measure_layer(
         layer: as it is in the model, in training mode.
         args, kwargs: what it is called with; its input is the first tensor, and needs a gradient.
         names: its items, the input among them.
-        repeats: of each measurement; the quickest counts, as what else runs only adds to it.
+        repeats: most of each measurement; the quickest counts, as what else runs only adds to it. Fewer do where
+            two agree.
     """
     kwargs = without_cache(kwargs)
     buffers = {name: one.detach().clone() for name, one in layer.named_buffers()}
@@ -119,6 +123,8 @@ def measure_layer(
                 del record, out
                 with torch.no_grad(), listening(attention):
                     layer(*args, **kwargs)
+                if all(_has_settled(seconds[1:]) for seconds in (forward, backward, replay)):
+                    break
             can_replay = all(
                 torch.equal(one, buffers[name]) for name, one in layer.named_buffers()
             ) and _is_repeatable(layer, args, kwargs)
@@ -133,6 +139,12 @@ def measure_layer(
         call_s={key: min(one[key] for one in calls[1:]) for key in keys} if calls[1:] else {},
         can_replay=can_replay,
     )
+
+
+def _has_settled(seconds: list[float]) -> bool:
+    """Whether the quickest of several measurements is no accident: a second one takes as long."""
+    quickest = sorted(seconds)[:2]
+    return len(quickest) == 2 and quickest[1] <= _AGREEING * quickest[0]
 
 
 def forward_s(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
