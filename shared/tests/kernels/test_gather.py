@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.errors import DataError
-from shared.kernels.gather import gather, reference, scatter_add
+from shared.kernels.gather import gather, gather_rows, reference, scatter_add
 
 DIMS = [1, 3, 64, 127, 513]
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
@@ -146,3 +146,12 @@ def test_an_index_outside_is_refused(index):
 def test_no_gradient_is_recorded():
     x = torch.ones(3, 4, requires_grad=True)
     assert not gather(x, torch.tensor([0])).requires_grad
+
+
+def test_gather_rows_has_the_gradient_of_indexing():
+    x = random_x(9, 5, dtype=torch.float64).requires_grad_()
+    index = torch.tensor([3, 3, 0, 8])
+    assert torch.equal(gather_rows(x, index), x[index])
+    assert torch.autograd.gradcheck(lambda x: gather_rows(x, index), x)
+    (grad,) = torch.autograd.grad(gather_rows(x, index[:0]).sum(), x)
+    assert not grad.any()

@@ -53,14 +53,19 @@ class _Column:
         return rows.to(self.sent).contiguous().view(torch.uint8)
 
     def decode(self, data: Tensor) -> Tensor:
-        """The tensor of rows of bytes."""
+        """The tensor of rows of bytes, which lie beside one another."""
         if self.is_quantized:
-            params = data[:, :_PARAM_BYTES].contiguous().view(torch.float32)
+            params = _copy(data[:, :_PARAM_BYTES]).view(torch.float32)
             codes = data[:, _PARAM_BYTES:].contiguous()
             rows = dequantize(codes, params, 8, prod(self.shape), dtype=self.dtype)
         else:
-            rows = data.contiguous().view(self.sent).to(self.dtype)
+            rows = data.view(self.sent).to(self.dtype)
         return rows.reshape(len(data), *self.shape)
+
+
+def _copy(data: Tensor) -> Tensor:
+    """A copy, aligned for any type; of one row, `contiguous` would give the row itself."""
+    return data.clone(memory_format=torch.contiguous_format)
 
 
 class RowFormat:
@@ -93,6 +98,8 @@ class RowFormat:
     def decode(self, message: Tensor) -> list[Tensor]:
         """The tensors of a message, or of some of its rows."""
         parts = message.split([column.num_bytes for column in self._columns], 1)
+        if len(parts) > 1:
+            parts = [_copy(part) for part in parts]
         return [column.decode(part) for column, part in zip(self._columns, parts, strict=True)]
 
 

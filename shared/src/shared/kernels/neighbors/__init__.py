@@ -30,7 +30,7 @@ def sample(
 
     Args:
         csr: The matrix; for a graph, rows are destinations and entries their in-edges. No row has
-            2^32 entries.
+            2^31 entries.
         rows: Rows to sample [n], in any order; a row that is named twice is drawn alike twice.
             Bounds are checked on the CPU only.
         fanout: Most entries a row; -1 takes all.

@@ -1,8 +1,8 @@
 """Samples of in-edges and numbers of nodes in numba.
 
 Random words are drawn for a block of rows at once, so that the compiler computes several counters
-in one vector. Up to 64 chosen positions stay sorted in a short array, whose search is one pass without
-branches; more go into a hash table that holds at most half as many as it has slots.
+in one vector. Up to 64 chosen positions are searched one by one and sorted by counting the smaller ones,
+in vectors and without branches; more go into a hash table that is at most half full.
 """
 
 # ruff: noqa: ANN001, ANN202
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shared.kernels.jit import compiled
+from shared.kernels.jit import compiled, inlined
 from shared.kernels.philox import key_words
 from shared.kernels.philox.cpu import philox_words
 from shared.kernels.rows import over_rows
@@ -24,11 +24,18 @@ _32 = np.uint64(32)
 # Words that are drawn together, and rows: a few vectors of counters.
 _BLOCK_WORDS = 2048
 _BLOCK_ROWS = 32
-# Most positions to search one by one.
+# Most positions to search one by one, in vectors of this many.
 _SHORT = 64
+_LANES = 16
+# Larger than any position.
+_NONE = np.int32(2**31 - 1)
 # What one row and one of its entries touch.
 _ROW_BYTES = 64
 _ENTRY_BYTES = 32
+
+
+# Copied into the loop over rows: only then does the compiler compute it in vectors.
+_philox_words = inlined(philox_words.py_func)
 
 
 @compiled
@@ -48,61 +55,66 @@ def _count(indptr, rows, fanout, ends):
 @compiled
 def _multiply_high(low, high, size):
     """The high half of the product of a 64-bit word and a size below 2^32."""
+    size = np.uint64(size)
     return np.int64((high * size + ((low * size) >> _32)) >> _32)
 
 
 @compiled
-def _draw_words(rows, count, calls, k0, k1, lows, highs):
-    """Fill lows and highs [2 * calls, block] with the words of the first `count` of `rows`."""
+def _draw_words(rows, calls, k0, k1, words):
+    """Fill words[n, :, lane] with the low and the high word of draw n of each row."""
     zero = np.uint64(0)
     for call in range(calls):
         c2 = np.uint64(call)
-        for lane in range(count):
-            row = np.uint64(rows[lane])
-            w0, w1, w2, w3 = philox_words(row & _MASK, row >> _32, c2, zero, k0, k1)
-            lows[2 * call, lane] = w0
-            highs[2 * call, lane] = w1
-            lows[2 * call + 1, lane] = w2
-            highs[2 * call + 1, lane] = w3
+        for lane in range(rows.size):
+            row = rows[lane]
+            w0, w1, w2, w3 = _philox_words(row & _MASK, row >> _32, c2, zero, k0, k1)
+            words[2 * call, 0, lane] = w0
+            words[2 * call, 1, lane] = w1
+            words[2 * call + 1, 0, lane] = w2
+            words[2 * call + 1, 1, lane] = w3
 
 
-@compiled
-def _choose_few(lows, highs, lane, degree, fanout, chosen):
-    """Fill chosen[:fanout] with sorted positions."""
+@inlined
+def _choose_few(words, lane, first, degree, fanout, chosen, entries, output):
+    """Fill entries[output:] with sorted entries; `chosen` is longer, a multiple of a vector."""
+    for slot in range(chosen.size):
+        chosen[slot] = _NONE
     for number in range(fanout):
         last = degree - fanout + number
-        offset = _multiply_high(lows[number, lane], highs[number, lane], np.uint64(last + 1))
-        rank = 0
-        is_new = True
-        for other in range(number):
-            rank += chosen[other] < offset
-            is_new &= chosen[other] != offset
-        if is_new:
-            for other in range(number, rank, -1):
-                chosen[other] = chosen[other - 1]
-            chosen[rank] = offset
-        else:
-            # Larger than all that could be drawn before.
-            chosen[number] = last
+        offset = _multiply_high(words[number, 0, lane], words[number, 1, lane], last + 1)
+        count = np.int32(0)
+        for slot in range(np.uint64(chosen.size)):
+            count += np.int32(chosen[slot] == np.int32(offset))
+        if count:
+            offset = last
+        chosen[number] = offset
+    for number in range(fanout):
+        offset = chosen[number]
+        rank = np.int32(0)
+        for slot in range(np.uint64(chosen.size)):
+            rank += np.int32(chosen[slot] < offset)
+        entries[output + rank] = first + offset
 
 
 @compiled
-def _choose_many(lows, highs, lane, degree, fanout, slots, chosen):
-    """Fill chosen[:fanout] with sorted positions; `slots`, a power of 2 long, is all -1 and stays so."""
+def _choose_many(words, lane, first, degree, fanout, chosen, slots, out):
+    """Fill out[:fanout] with sorted entries; `slots`, a power of 2 long, is all -1 and stays so."""
     mask = slots.size - 1
     for number in range(fanout):
         last = degree - fanout + number
-        offset = _multiply_high(lows[number, lane], highs[number, lane], np.uint64(last + 1))
+        offset = _multiply_high(words[number, 0, lane], words[number, 1, lane], last + 1)
         slot = _slot_of(offset, slots, mask)
         if slots[slot] == offset:
             offset = last
             slot = _slot_of(offset, slots, mask)
         slots[slot] = offset
         chosen[number] = offset
-    # In the reverse order, so that a search never passes a slot that is emptied already.
+    # The newest first: a search passes only slots that were filled before its own.
     for number in range(fanout - 1, -1, -1):
         slots[_slot_of(chosen[number], slots, mask)] = -1
     chosen[:fanout].sort()
+    for number in range(fanout):
+        out[number] = first + chosen[number]
 
 
 @compiled
@@ -118,14 +130,13 @@ def _slot_of(offset, slots, mask):
 def _sample(indptr, rows, fanout, k0, k1, ends, entries, start, stop):
     calls = (fanout + 1) // 2
     block = max(1, min(_BLOCK_ROWS, _BLOCK_WORDS // (fanout + 1)))
-    lows = np.empty((2 * calls, block), np.uint64)
-    highs = np.empty((2 * calls, block), np.uint64)
-    chosen = np.empty(fanout, np.int64)
+    words = np.empty((2 * calls, 2, block), np.uint64)
+    chosen = np.empty((fanout + _LANES - 1) // _LANES * _LANES, np.int32)
     num_slots = 2
     while num_slots < 2 * fanout:
         num_slots *= 2
-    slots = np.full(num_slots if fanout > _SHORT else 1, -1, np.int64)
-    drawn = np.empty(block, np.int64)
+    slots = np.full(num_slots if fanout > _SHORT else 1, -1, np.int32)
+    drawn = np.zeros(block, np.uint64)
     outputs = np.empty(block, np.int64)
     for begin in range(start, stop, block):
         count = 0
@@ -140,17 +151,17 @@ def _sample(indptr, rows, fanout, k0, k1, ends, entries, start, stop):
             else:
                 for offset in range(degree):
                     entries[ends[i] + offset] = first + offset
-        _draw_words(drawn, count, calls, k0, k1, lows, highs)
+        if count:
+            _draw_words(drawn, calls, k0, k1, words)
         for lane in range(count):
-            first = indptr[drawn[lane]]
-            degree = indptr[drawn[lane] + 1] - first
+            row = np.int64(drawn[lane])
+            first = indptr[row]
+            degree = indptr[row + 1] - first
+            out = entries[outputs[lane] : outputs[lane] + fanout]
             if fanout <= _SHORT:
-                _choose_few(lows, highs, lane, degree, fanout, chosen)
+                _choose_few(words, lane, first, degree, fanout, chosen, entries, outputs[lane])
             else:
-                _choose_many(lows, highs, lane, degree, fanout, slots, chosen)
-            output = outputs[lane]
-            for offset in range(fanout):
-                entries[output + offset] = first + chosen[offset]
+                _choose_many(words, lane, first, degree, fanout, chosen, slots, out)
 
 
 @compiled

@@ -16,8 +16,6 @@ from shared.kernels.registry import select
 
 __all__ = ["adagrad_step", "step"]
 
-_DTYPES = (torch.float32, torch.float64)
-
 
 def step(
     weight: Float[Tensor, "rows dim"],
@@ -35,7 +33,7 @@ def step(
     """Updates weight[rows], their moments and their counts of steps.
 
     Args:
-        weight: The table, float32 or float64; contiguous, as the moments are.
+        weight: The table, float32; contiguous, as the moments are.
         exp_avg: First moments; zeros before the first step.
         exp_avg_sq: Second moments; zeros before the first step.
         steps: Steps that each row has taken.
@@ -57,6 +55,7 @@ def step(
             f"{betas}, lr {lr}, eps {eps}, weight_decay {weight_decay}"
         )
     _check_table(weight, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
+    _check_column("steps", steps, torch.int32, len(weight))
     _check_rows(weight, rows, grads)
     if not grads.numel():
         return
@@ -93,8 +92,8 @@ def adagrad_step(
     """Updates weight[rows] by totals[rows] += mean of g^2; weight -= lr g / (sqrt(totals) + eps).
 
     Args:
-        weight: The table, float32 or float64, contiguous.
-        totals: One number a row, of the type of `weight`; zeros before the first step.
+        weight: The table, float32, contiguous.
+        totals: One number a row, float32; zeros before the first step.
         rows: Rows to update, none twice. Checked on the CPU only.
         grads: Their gradients, of any float type.
         lr: Learning rate.
@@ -108,8 +107,7 @@ def adagrad_step(
     if min(lr, eps) < 0:
         raise ConfigError(f"expected lr and eps of 0 or more, got lr {lr}, eps {eps}")
     _check_table(weight)
-    if totals.dtype != weight.dtype or not totals.is_contiguous():
-        raise DataError(f"expected contiguous totals of {weight.dtype}, got {totals.dtype}")
+    _check_column("totals", totals, torch.float32, len(weight))
     _check_rows(weight, rows, grads)
     if rows.device.type == "cpu" and len(rows.unique()) != len(rows):
         raise DataError(_twice(rows))
@@ -129,13 +127,20 @@ def adagrad_step(
 
 def _check_table(weight: Tensor, **moments: Tensor) -> None:
     for name, tensor in {"weight": weight, **moments}.items():
-        if tensor.dtype not in _DTYPES or tensor.dtype != weight.dtype:
-            raise DataError(f"expected {name} in float32 or float64, as all, got {tensor.dtype}")
-        if tensor.shape != weight.shape or not tensor.is_contiguous():
+        is_float = tensor.dtype == torch.float32
+        if not is_float or tensor.shape != weight.shape or not tensor.is_contiguous():
             raise DataError(
-                f"expected {name} to be contiguous {list(weight.shape)}, got "
-                f"{list(tensor.shape)} with strides {tensor.stride()}"
+                f"expected {name} to be contiguous float32 {list(weight.shape)}, got "
+                f"{tensor.dtype} {list(tensor.shape)} with strides {tensor.stride()}"
             )
+
+
+def _check_column(name: str, tensor: Tensor, dtype: torch.dtype, num_rows: int) -> None:
+    if tensor.dtype != dtype or tensor.shape != (num_rows,) or not tensor.is_contiguous():
+        raise DataError(
+            f"expected {name} to be contiguous {dtype} [{num_rows}], got {tensor.dtype} "
+            f"{list(tensor.shape)} with strides {tensor.stride()}"
+        )
 
 
 def _check_rows(weight: Tensor, rows: Tensor, grads: Tensor) -> None:

@@ -76,7 +76,8 @@ def spmm(
             f"expected out {list(shape)} on {x.device}, got {list(out.shape)} on {out.device}"
         )
     if reduce == "max":
-        return out.detach().copy_(segment_max(csr, x).out)
+        out.detach().copy_(segment_max(csr, x).out)
+        return out
     if out.numel():
         with torch.no_grad():
             form = select("segment", x.device)
