@@ -207,8 +207,8 @@ if run.rank is None:
 
 
 def test_a_spare_that_ends_is_told_at_once(driver, tmp_path):
-    waits = "time.sleep(0.05) if i < 20 else None"
-    script = stepping(waits, until=21).replace(
+    asks = "__import__('swift.cli').cli.main(['status'])"
+    script = stepping(f"time.sleep(0.05) if i < 20 else {asks}", until=21).replace(
         "run = swift.join()", "run = swift.join()" + DIES_AS_A_SPARE
     )
     (tmp_path / "train.py").write_text(script)
@@ -219,6 +219,7 @@ def test_a_spare_that_ends_is_told_at_once(driver, tmp_path):
     )
     assert printed.count(line) == 1, printed
     assert printed.count("no spare here") == 1
+    assert "spare    host 0, ended with status 1\nno spare is left\n" in printed
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from pathlib import Path
 SCRIPT = Path(__file__).with_name("small_training.py")
 TESTS = Path(__file__).parents[1]
 STEPS = 16
+_LIBRARIES = [one for one in os.environ.get("PYTHONPATH", "").split(os.pathsep) if one]
 LIMIT_S = 100.0
 
 
@@ -61,7 +62,7 @@ class Driver:
             [sys.executable, str(Path(__file__).with_name("driver.py"))],
             env={
                 **os.environ,
-                "PYTHONPATH": str(TESTS),
+                "PYTHONPATH": os.pathsep.join([str(TESTS), *_LIBRARIES]),
                 "TMPDIR": str(self.temporary),
                 "GLOO_SOCKET_IFNAME": "lo",  # runs of several hosts share the template of single ones
             },

@@ -2,6 +2,7 @@
 
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -11,7 +12,13 @@ import swift
 from shared.comms import Group, reshard
 from shared.errors import CommError, DataError
 from swift.recovery.transfer import list_fetches, move
-from swift.training.agreement import HeldStates, begin_equal, expect_equal, gather_sizes
+from swift.training.agreement import (
+    HeldStates,
+    begin_equal,
+    expect_equal,
+    expect_equal_parameters,
+    gather_sizes,
+)
 
 SETS = [[0, 1]]
 
@@ -196,3 +203,26 @@ def test_a_survivors_state_stays_as_it_was_until_all_is_fetched(found):
 
 def test_the_newest_checkpoint_that_every_rank_sees_counts(found):
     assert [seen for *_, seen in found] == [4, 4]
+
+
+@pytest.mark.unchecked  # the group is a stand-in
+def test_the_first_parameter_that_differs_is_named_with_its_ranks_alone(monkeypatch):
+    """Rank 1 has another second one, rank 2 another first one; digests differ in either half."""
+    names = ["first", "second", "third"]
+    digests = [[1, 2, 3], [1, 2 + (1 << 32), 3], [5, 2, 3]]
+    calls = []
+
+    def gather(group, mine):
+        calls.append(mine)
+        whole = [[0, sum(one)] for one in digests]
+        rows = [[[one >> 32, one & 0xFFFFFFFF] for one in row] for row in digests]
+        return (
+            [torch.tensor([row]) for row in whole] if len(mine) == 1 else [*map(torch.tensor, rows)]
+        )
+
+    monkeypatch.setattr("swift.training.agreement.all_gather", gather)
+    monkeypatch.setattr("swift.training.agreement.digest", lambda one: (7 << 32) + 9)
+    group: Any = SimpleNamespace(world_size=3, ranks=[0, 4, 8], device=torch.device("cpu"))
+    with pytest.raises(DataError, match=r"another first on ranks \[8\] than on rank 0"):
+        expect_equal_parameters(group, dict.fromkeys(names, torch.ones(1)), 6)
+    assert [one.tolist() for one in calls] == [[[7, 9]], [[7, 9]] * 3]

@@ -262,6 +262,8 @@ def repeat(is_equal):
     next(losses_of(dp, 0)).backward()
     dp.regroup(Group.world())
     dp.begin(0)
+    dp.regroup(Group.world())  # it is torn again, before it has gradients
+    dp.begin(0)
     plain(model, opt, dp, 0 if is_equal else 2)
     difference = dp.finish(0)
     torch.optim.SGD(model.parameters(), 0.1).step()  # is free again, though a step was torn
