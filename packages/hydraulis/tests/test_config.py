@@ -1,5 +1,7 @@
 """Costs, their fit, and caps from memory."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -34,6 +36,29 @@ def test_no_coefficient_is_negative_where_a_free_fit_has_one():
     assert found.a == 0
     assert found.b > 0
     assert 0 < found.error <= found.largest_error < 0.2
+
+
+def test_relative_errors_are_least():
+    draw = np.random.default_rng(1)
+    truth = Cost(a=1e-6, b=2e-3, c=0.4)
+    batches = [[round(length)] for length in np.geomspace(1, 10_000, 12)]
+    seconds = [
+        truth.micro_batch_s(batch) * factor
+        for batch, factor in zip(batches, draw.uniform(0.7, 1.4, 12), strict=True)
+    ]
+
+    def errors(cost):
+        measured = zip(batches, seconds, strict=True)
+        return np.array([cost.micro_batch_s(batch) / taken - 1 for batch, taken in measured])
+
+    found = Cost.fit(zip(batches, seconds, strict=True))
+    assert found.error == pytest.approx(np.abs(errors(found)).mean())
+    assert found.largest_error == pytest.approx(np.abs(errors(found)).max())
+    least = (errors(found) ** 2).sum()
+    for name in ("a", "b", "c"):
+        for factor in (0.98, 1.02):
+            other = replace(found, **{name: factor * getattr(found, name)})
+            assert (errors(other) ** 2).sum() > least, f"{name} times {factor}"
 
 
 @pytest.mark.parametrize("wrong", [{"a": -1.0}, {"b": float("nan")}, {"c": float("inf")}])

@@ -51,6 +51,20 @@ def test_its_length_is_that_of_the_epoch_on_every_rank(sync):
     assert len(counts) > 1, "a shuffle may take another number"
 
 
+def test_a_loop_whose_ranks_would_not_meet_is_warned_of(caplog):
+    given = {"tokens_per_step": 9000, "num_ranks": 2, "rank": 0, "cost": COST, "cap": 4096}
+    sampler = hy.BalancedBatchSampler([3000] * 6, **given)
+    assert len(list(sampler.steps())) == 2
+    assert not caplog.messages
+    for _ in range(2):
+        assert sum(map(len, sampler)) in (2, 3, 4)
+    (told,) = caplog.messages
+    assert "ranks have 1 to 2 micro-batches in a step" in told
+    assert list(hy.BalancedBatchSampler([2000] * 8, **given))
+    assert list(hy.BalancedBatchSampler([3000] * 6, sync="micro-batch", **given))
+    assert len(caplog.messages) == 1, "equal numbers need no warning"
+
+
 def test_a_data_loader_takes_it():
     torch_data = pytest.importorskip("torch.utils.data")
     (sampler,) = samplers(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sysconfig
 from collections.abc import Iterator, Sequence
@@ -22,6 +23,8 @@ from shared.errors import ConfigError, DataError
 from shared.files import read_text
 
 __all__ = ["BalancedBatchSampler", "python_source", "read_lengths"]
+
+_LOG = logging.getLogger(__name__)
 
 
 def python_source(limit: int | None = None) -> list[bytes]:
@@ -82,7 +85,9 @@ class BalancedBatchSampler:
 
     Ranks have the same number of micro-batches in a step where documents allow it. Where they do not (three
     documents above half the cap on two ranks), ranks' numbers differ with sync="step": take `steps()`, and
-    let ranks meet once a step. With sync="micro-batch" some micro-batches are then empty lists, which a
+    let ranks meet once a step. Under DDP a loop over the sampler itself, where ranks meet in each
+    micro-batch, would pair micro-batches of different steps and wait for ever at the end; a warning says
+    so. With sync="micro-batch" some micro-batches are then empty lists, which a
     rank has to take part in with a row that nothing is learned of.
     """
 
@@ -136,6 +141,7 @@ class BalancedBatchSampler:
         self.cost, self.cap, self.seed, self.sync = cost, cap, seed, sync
         self._epoch = 0
         self._counted: tuple[int, int] | None = None
+        self._has_warned = False
 
     def set_epoch(self, epoch: int) -> None:
         """Shuffles anew from the next iteration on."""
@@ -143,11 +149,8 @@ class BalancedBatchSampler:
 
     def steps(self) -> Iterator[list[list[int]]]:
         """This rank's micro-batches, step by step: indices of documents."""
-        draw = np.random.default_rng((self.seed, self._epoch))
-        order = draw.permutation(len(self.lengths))
-        for step in cut_steps(self.lengths, order, self.tokens_per_step, self.num_ranks):
-            planned = plan_ranks(self.lengths[step], self.num_ranks, self.cost, self.cap, self.sync)
-            yield [step[part].tolist() for part in planned[self.rank]]
+        for ranks in self._plan_steps():
+            yield ranks[self.rank]
 
     def __len__(self) -> int:
         """This rank's micro-batches in the epoch that was set, for which all of them are planned."""
@@ -156,5 +159,21 @@ class BalancedBatchSampler:
         return self._counted[1]
 
     def __iter__(self) -> Iterator[list[int]]:
-        for step in self.steps():
-            yield from step
+        for ranks in self._plan_steps():
+            counts = sorted(set(map(len, ranks)))
+            if len(counts) > 1 and not self._has_warned:
+                self._has_warned = True
+                _LOG.warning(
+                    "ranks have %d to %d micro-batches in a step: a loop in which ranks meet in each one mixes "
+                    "steps and hangs; take steps() and let ranks meet once a step, or sync='micro-batch'",
+                    counts[0], counts[-1],
+                )  # fmt: skip
+            yield from ranks[self.rank]
+
+    def _plan_steps(self) -> Iterator[list[list[list[int]]]]:
+        """Documents of each step, by rank and micro-batch."""
+        draw = np.random.default_rng((self.seed, self._epoch))
+        order = draw.permutation(len(self.lengths))
+        for step in cut_steps(self.lengths, order, self.tokens_per_step, self.num_ranks):
+            planned = plan_ranks(self.lengths[step], self.num_ranks, self.cost, self.cap, self.sync)
+            yield [[step[part].tolist() for part in parts] for parts in planned]

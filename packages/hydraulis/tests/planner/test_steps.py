@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hydraulis import Cost
-from hydraulis.planner.steps import cut_steps, plan_ranks, plan_slots
+from hydraulis.planner.steps import cut_epoch, cut_steps, plan_ranks, plan_slots
 from hydraulis.planner.steps.bins import fill_bins, split_bins
 from shared.errors import ConfigError
 
@@ -78,6 +78,11 @@ def test_ranks_differ_or_wait_with_nothing_where_documents_allow_no_equal_number
     assert sorted(sorted(map(len, parts)) for parts in ranks) == [[0, 1], [0, 1], [0, 1], [1, 1]]
     # Three of half the room and more do not fit two ranks' equal numbers; one rank takes two.
     assert sorted(map(len, plan_ranks([3000] * 3, 2, COST, 4096))) == [1, 2]
+    # Where numbers differ, ranks still end together.
+    lengths = np.array([5, 10, 6, 8, 10])
+    ranks = plan_ranks(lengths, 2, Cost(a=0.0, b=1.0), 10)
+    assert sorted(map(len, ranks)) == [2, 3]
+    assert sorted(lengths[sum(parts, [])].sum() for parts in ranks) == [19, 20]
 
 
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=30), st.integers(1, 40))
@@ -103,6 +108,31 @@ def test_bins_take_the_fullest_that_has_room():
     assert sorted(map(sorted, fill_bins(np.array([6, 5, 4, 3, 2]), np.arange(5), 10))) == [
         [0, 2], [1, 3, 4],
     ]  # fmt: skip
+
+
+def test_the_largest_bins_are_halved_first():
+    parts = split_bins([list(range(8)), [8], [9, 10]], 6)
+    assert sorted(map(len, parts)) == [1, 2, 2, 2, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "order", "steps"),
+    [
+        # Those that the last step has no room for go to the emptiest steps, the longest first.
+        ([6, 5, 6, 9, 2, 5], [0, 1, 2, 3, 4, 5], [[0, 4], [1, 5], [2], [3]]),
+        (
+            [5, 2, 3, 2, 4, 10, 1, 8, 2, 7, 1, 2],
+            [4, 9, 0, 6, 10, 7, 2, 5, 8, 3, 11, 1],
+            [[1, 3, 4], [9], [0, 6, 10], [7], [2, 8, 11], [5]],
+        ),
+        # All are packed at once, and come as their first documents do in the order.
+        ([7, 4, 5, 7], [1, 0, 2, 3], [[1, 2], [0], [3]]),
+        ([2, 3, 10, 10, 2, 9], [1, 5, 4, 3, 0, 2], [[1, 0], [5], [4], [3], [2]]),
+    ],
+)
+def test_documents_without_room_in_order_find_a_step(lengths, order, steps):
+    cut = cut_epoch(np.array(lengths), np.array(order), len(steps), 10, 1)
+    assert [sorted(step.tolist()) for step in cut] == [sorted(step) for step in steps]
 
 
 def test_an_unknown_way_to_wait_is_refused():

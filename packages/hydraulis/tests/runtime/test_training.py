@@ -263,7 +263,7 @@ def uneven(folder):
     # An embedding's gradient is a backward's last one.
     model.get_input_embeddings().weight.register_post_accumulate_grad_hook(tell)
     with mock.patch("hydraulis.runtime.attention.by_document.attend_documents", attend_in_turn):
-        for num_steps in range(3):
+        for num_steps in range(3):  # noqa: B007 - read by the functions above
             engine.step(texts)
     return engine.report()
 
