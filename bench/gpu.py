@@ -37,6 +37,7 @@ from definition import Definition
 from gpu_adam import adam_rows
 from gpu_clock import Figure, Row, measure
 from gpu_documents import document_rows
+from gpu_hetero import hetero_rows
 from gpu_log_probs import log_probs_rows
 from gpu_matmul import weight_matmul_rows
 from gpu_report import benchmark_name, claim_run, render_gpu_report
@@ -377,6 +378,7 @@ def parts_of(device: str) -> dict[str, Callable[[], list[Any]]]:
             "documents": partial(document_rows, device, 100, 2),
             "hydraulis": partial(step_rows, device, 512, 2),
             "adam": partial(adam_rows, device, 1500, 2),
+            "hetero": partial(hetero_rows, device, 20, 40, 2),
             "memo-memory": partial(memory_rows, device, 1 << 20, 64),
             "memo": partial(memo_rows, device, (64,), (64,)),
         }
@@ -392,6 +394,7 @@ def parts_of(device: str) -> dict[str, Callable[[], list[Any]]]:
         "documents": partial(document_rows, device, 32_768, 20),
         "hydraulis": partial(step_rows, device, 16_384, 10),
         "adam": partial(adam_rows, device, 100_000_000, 20),
+        "hetero": partial(hetero_rows, device, 200_000, 20_000_000, 20),
         "memo-memory": partial(memory_rows, device, 1 << 30, 16_384),
         "memo": partial(memo_rows, device, (16_384, 32_768, 65_536, 131_072), (32_768, 65_536)),
         "memo-long": partial(memo_rows, device, (262_144, 524_288), ()),

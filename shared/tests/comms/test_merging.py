@@ -191,6 +191,15 @@ def test_rows_of_one_value_and_strided_tensors_travel_exactly(wire):
     assert (decoded[0].dtype, decoded[1].dtype) == (torch.float32, torch.float64)
 
 
+@pytest.mark.parametrize("shape", [(3, 0), (0, 0), (0, 40), (1, 40)])
+@pytest.mark.parametrize("wire", [None, "bfloat16", "int8"])
+def test_rows_of_any_number_and_width_travel(wire, shape):
+    state = [torch.zeros(shape), torch.ones(shape[0], dtype=torch.int16), torch.zeros(shape)]
+    for tensors in (state, state[:1]):
+        form = RowFormat(tensors, wire)
+        assert all(map(torch.equal, form.decode(form.encode(tensors)), tensors))
+
+
 def test_nothing_is_widened_on_the_way_and_nan_stays_visible():
     half = torch.randn(5, 20).half()
     for wire in ("float32", "bfloat16"):

@@ -9,12 +9,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from shared.kernels import adam, decode
+from shared.kernels import adam, decode, row_adam
 from shared.kernels.attention import attend
 from shared.kernels.digest import digest
+from shared.kernels.edge_softmax import edge_softmax, softmax_state
 from shared.kernels.gather import gather, scatter_add
+from shared.kernels.neighbors import relabel
+from shared.kernels.neighbors import sample as sample_neighbors
 from shared.kernels.quantize import dequantize, quantize
-from shared.kernels.segment import CSR, spmm
+from shared.kernels.segment import CSR, aggregate, segment_max, spmm
 from shared.kernels.temporal import Adjacency, count_before, sample
 from shared.kernels.token_log_probs import answer, gradients, partial_sums
 from shared.kernels.weight_matmul import BITS, matmul, pack, unpack
@@ -232,3 +235,83 @@ def test_adam_steps_as_numba_does_and_a_hundred_million_elements_return(dtype):
 def test_digests_of_a_device_are_those_of_numba():
     x = torch.randn(50_000_003, device="cuda")
     assert digest([x, x[1:].half()]) == digest([x.cpu(), x[1:].half().cpu()])
+
+
+def skewed_csr(num_rows: int, num_edges: int) -> CSR:
+    """Degrees from 0 to some ten thousand."""
+    g = torch.Generator().manual_seed(7)
+    dst = (torch.rand(num_edges, generator=g) ** 3 * num_rows).long()
+    return CSR.from_coo(dst, torch.randint(0, 30_000, dst.shape, generator=g), num_rows, 30_000)
+
+
+@pytest.mark.parametrize("fanout", [-1, 0, 1, 10, 25, 100])
+def test_sampled_neighbours_are_those_of_numba(fanout):
+    csr = skewed_csr(20_000, 1_000_000)
+    rows = torch.randint(0, 20_000, (15_000,), generator=torch.Generator().manual_seed(8))
+    ours = sample_neighbors(csr.to("cuda"), rows.cuda(), fanout, 0xDEADBEEFCAFEF00D)
+    theirs = sample_neighbors(csr, rows, fanout, 0xDEADBEEFCAFEF00D)
+    assert all(torch.equal(a.cpu(), b) for a, b in zip(ours, theirs, strict=True))
+    ids = csr.indices[theirs[1]]
+    ours = relabel(ids.cuda(), 30_000, rows.cuda())
+    theirs = relabel(ids, 30_000, rows)
+    assert all(torch.equal(a.cpu(), b) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("heads", "dim"), [(1, 64), (4, 16), (3, 50)])
+def test_edge_softmax_and_its_state_equal_numba_with_gradients(heads, dim, dtype):
+    csr = skewed_csr(5_000, 200_000)
+    logits = torch.randn(200_000, heads, dtype=dtype) * 3
+    logits[::17] = -torch.inf
+    values = torch.randn(200_000, heads, dim, dtype=dtype)
+    outcomes = []
+    for device in ("cuda", "cpu"):
+        indptr = csr.indptr.to(device)
+        leaves = [each.to(device).requires_grad_() for each in (logits, values)]
+        weights, state = edge_softmax(indptr, leaves[0]), softmax_state(indptr, *leaves)
+        loss = weights.square().sum() + (state.weighted / (state.total[..., None] + 1)).sum()
+        outcomes.append([weights, *state, *torch.autograd.grad(loss, leaves)])
+    for ours, theirs in zip(*outcomes, strict=True):
+        torch.testing.assert_close(ours.cpu(), theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dim", [50, 128, 300])
+def test_aggregations_equal_numba_with_gradients(dim, dtype):
+    csr = skewed_csr(5_000, 200_000)
+    x = torch.randn(30_000, dim).to(dtype)
+    x[3] = torch.nan
+    found, expected = (
+        segment_max(csr.to("cuda"), x.cuda(), empty=-torch.inf),
+        segment_max(csr, x, empty=-torch.inf),
+    )
+    assert torch.equal(found.argmax.cpu(), expected.argmax)
+    torch.testing.assert_close(found.out.cpu(), expected.out, rtol=0, atol=0, equal_nan=True)
+    x[3] = 0
+    for reduce in ("sum", "mean", "max"):
+        outcomes = []
+        for device in ("cuda", "cpu"):
+            leaf = x.to(device).requires_grad_()
+            out = aggregate(csr.to(device), leaf, reduce)
+            outcomes.append([out, *torch.autograd.grad(out.square().sum(), leaf)])
+        eps = 2 * torch.finfo(dtype).eps
+        for ours, theirs in zip(*outcomes, strict=True):
+            most = max(1e-5, eps) * float(theirs.abs().max())
+            assert float((ours.cpu() - theirs).abs().max()) <= most
+
+
+@pytest.mark.parametrize("dim", [1, 50, 64, 1500])
+def test_row_adam_and_adagrad_step_as_numba_does(dim):
+    g = torch.Generator().manual_seed(9)
+    tables = [torch.randn(30_000, dim, generator=g), *torch.zeros(2, 30_000, dim)]
+    counts, totals = torch.zeros(30_000, dtype=torch.int32), torch.zeros(30_000)
+    there = [tensor.cuda() for tensor in (*tables, counts, totals)]
+    for _ in range(4):
+        rows = torch.randperm(30_000, generator=g)[:7_000]
+        grads = torch.randn(7_000, dim, generator=g)
+        row_adam.step(*tables, counts, rows, grads, lr=0.1, weight_decay=0.01)
+        row_adam.adagrad_step(tables[0], totals, rows, grads, lr=0.1)
+        row_adam.step(*there[:4], rows.cuda(), grads.cuda(), lr=0.1, weight_decay=0.01)
+        row_adam.adagrad_step(there[0], there[4], rows.cuda(), grads.cuda(), lr=0.1)
+    for ours, theirs in zip(there, (*tables, counts, totals), strict=True):
+        torch.testing.assert_close(ours.cpu(), theirs, rtol=1e-4, atol=1e-4)

@@ -42,7 +42,7 @@ def test_the_choice_is_logged_once(caplog):
 
 
 def test_an_unknown_kernel_is_refused_with_the_known_names():
-    with pytest.raises(ConfigError, match=r"'gather', 'quantize', 'segment'.*got 'softmax'"):
+    with pytest.raises(ConfigError, match=r"'gather', 'neighbors', 'quantize'.*got 'softmax'"):
         select("softmax", "cpu")
 
 

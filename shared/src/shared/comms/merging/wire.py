@@ -54,6 +54,8 @@ class _Column:
 
     def decode(self, data: Tensor) -> Tensor:
         """The tensor of rows of bytes, which lie beside one another."""
+        if not data.numel():
+            return torch.empty(len(data), *self.shape, dtype=self.dtype, device=data.device)
         if self.is_quantized:
             params = _copy(data[:, :_PARAM_BYTES]).view(torch.float32)
             codes = data[:, _PARAM_BYTES:].contiguous()
