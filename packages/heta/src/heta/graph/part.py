@@ -6,12 +6,11 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-import torch
 from jaxtyping import Int64
 from torch import Tensor
 
 from heta.graph.part_files import read_part
-from heta.graph.sampler import Batch, sample_batch
+from heta.graph.sampler import Batch, check_fanouts, read_seeds, sample_batch
 from heta.graph.schema import Relation, Schema, name_relation
 from shared.comms import Group
 from shared.errors import ConfigError, DataError
@@ -114,7 +113,7 @@ class Part:
         """Samples the layers of a batch over the relations of this part.
 
         Args:
-            seeds: ids of the target type, each once.
+            seeds: ids of the target type; one that is named twice counts twice.
             fanouts: most in-edges of a node and relation, the hop next to the seeds first, -1 for
                 all; None takes the plan's.
             epoch, step, seed: name the random draws; parts that are given the same draw alike.
@@ -126,8 +125,8 @@ class Part:
         """
         return sample_batch(
             self,
-            torch.as_tensor(seeds, dtype=torch.int64),
-            self.fanouts if fanouts is None else fanouts,
+            read_seeds(seeds, self.schema),
+            check_fanouts(self.fanouts if fanouts is None else fanouts, self.layers),
             uses_dst=self.uses_dst,
             seed=seed,
             epoch=epoch,

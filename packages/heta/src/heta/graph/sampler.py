@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Int64
@@ -23,7 +23,7 @@ from shared.kernels.neighbors import relabel, sample
 from shared.kernels.philox import stream_key
 from shared.kernels.segment import CSR
 
-__all__ = ["Batch", "Layer", "SeedEdges", "check_fanouts", "sample_batch"]
+__all__ = ["Batch", "Layer", "SeedEdges", "check_fanouts", "read_seeds", "sample_batch"]
 
 
 @runtime_checkable
@@ -137,7 +137,7 @@ def sample_batch(
 
     Args:
         part: the relations that this process holds.
-        seeds: ids of the target type, each once.
+        seeds: ids of the target type; one that is named twice counts twice.
         fanouts: most in-edges of a node and relation, without replacement, for each layer from the
             last one down; -1 takes all.
         uses_dst: whether the model's modules read the destination's own row: then a node is computed
@@ -151,7 +151,7 @@ def sample_batch(
     """
     schema = part.schema
     fanouts = check_fanouts(fanouts, len(fanouts))
-    _check_seeds(seeds, schema)
+    seeds = read_seeds(seeds, schema)
     active = list_active_relations(schema, len(fanouts), uses_dst)
     number_of = {relation: i for i, relation in enumerate(schema.relations)}
     empty = seeds[:0]
@@ -217,14 +217,26 @@ def _table(tables: dict[str, Tensor], node_type: str, schema: Schema) -> Tensor:
     return tables[node_type]
 
 
-def _check_seeds(seeds: Tensor, schema: Schema) -> None:
+def read_seeds(seeds: Any, schema: Schema) -> Int64[Tensor, " seeds"]:
+    """Converts a batch's seeds to int64.
+
+    Raises:
+        DataError: they are no whole numbers [n], or one is no node of the target.
+    """
     end = schema.num_nodes[schema.target]
-    if seeds.dtype != torch.int64 or seeds.ndim != 1:
+    seeds = torch.as_tensor(seeds)
+    if not seeds.numel() and seeds.ndim == 1:
+        seeds = seeds.long()  # an empty list has no type that says anything
+    is_whole = not (seeds.is_floating_point() or seeds.is_complex() or seeds.dtype == torch.bool)
+    if seeds.ndim != 1 or not is_whole:
         raise DataError(
-            f"seeds: expected int64 ids [n], got {seeds.dtype} {list(seeds.shape)}; use .long()"
+            f"seeds: expected whole numbers [n], got {seeds.dtype} {list(seeds.shape)}; of a mask make "
+            f"ids by mask.nonzero()[:, 0]"
         )
+    seeds = seeds.to("cpu", torch.int64)
     if len(seeds) and (int(seeds.min()) < 0 or int(seeds.max()) >= end):
         raise DataError(
             f"seeds: expected ids of type {schema.target!r} in [0, {end}), got {int(seeds.min())} to "
             f"{int(seeds.max())}"
         )
+    return seeds

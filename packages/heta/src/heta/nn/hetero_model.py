@@ -108,7 +108,8 @@ class HeteroModel(nn.Module):
         super().__init__()
         self.merge = choose_merge(combine)
         self.activation, self.uses_dst, self.num_layers = activation, uses_dst, layers
-        self.hidden, self.schema, self.part_index = hidden, part.schema, part.index
+        self.hidden, self.schema = hidden, part.schema
+        self.made_for = (part.fingerprint, part.index)
         _check_plan(part, hidden, layers, uses_dst, self_term is not None)
         self.active = list_active_relations(part.schema, layers, uses_dst)
         self.has_self_term = self_term is not None
@@ -125,6 +126,11 @@ class HeteroModel(nn.Module):
         self._registered: Registered = registered
         # Rows that no part holds are computed by the parts in turn, as a cut relation's are.
         self._self_share = (part.index, part.num_parts)
+
+    @property
+    def module_of(self) -> Mapping[tuple[int, Any], nn.Module]:
+        """This part's modules, by (layer, relation), or (layer, type) for own rows."""
+        return self._registered.module_of
 
     @property
     def replicated(self) -> dict[str, nn.Parameter]:

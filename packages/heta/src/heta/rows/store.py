@@ -128,13 +128,18 @@ class RowStore:
             rows = gather(table.rows, where)
             requests[name] = Request(ids, torch.arange(len(ids)), [len(ids)], rows)
         if self._travelling:
-            self._read_remote(wanted, requests)
+            asked = self._read_remote(wanted, requests)
+            if with_gradients:
+                self._asked = asked
         for name, request in requests.items():
             if with_gradients and self.tables[name].is_learnable:
                 request.rows.requires_grad_()
         return requests
 
-    def _read_remote(self, wanted: Mapping[str, Tensor], requests: dict[str, Request]) -> None:
+    def _read_remote(
+        self, wanted: Mapping[str, Tensor], requests: dict[str, Request]
+    ) -> dict[str, list[Tensor]]:
+        """Reads the rows that travel; returns what each rank asked for here, by type."""
         assert self._group is not None, "rows travel between ranks only"
         empty = torch.empty(0, dtype=torch.int64)
         asked: dict[str, tuple[Tensor, Tensor, list[int]]] = {}
@@ -162,14 +167,14 @@ class RowStore:
         with self._phase("rows"):
             all_to_all_v(self._group, ids_to, ids_from)
         replies = []
-        self._asked = {name: [] for name in self._travelling}
+        asked_here: dict[str, list[Tensor]] = {name: [] for name in self._travelling}
         for rank in range(self._size):
             sizes = theirs[rank].tolist()
             parts = []
             for name, ids in zip(self._travelling, ids_from[rank].split(sizes), strict=True):
                 table = self.tables[name]
                 where = table.owners.local(ids)  # pyrefly: ignore
-                self._asked[name].append(where)
+                asked_here[name].append(where)
                 parts.append(gather(table.rows, where).flatten())
             replies.append(torch.cat(parts))
         dims = {name: self.tables[name].rows.shape[1] for name in self._travelling}
@@ -196,6 +201,7 @@ class RowStore:
             rows[order] = torch.cat(parts)
             if name in wanted:
                 requests[name] = Request(ids, order, by_rank, rows)
+        return asked_here
 
     def _read_own(self, table: Table, ids: Tensor) -> Tensor:
         assert table.owners is not None, "it travels"

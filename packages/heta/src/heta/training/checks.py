@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
-from heta.graph.edges import Edges
 from heta.graph.part import Part
 from heta.graph.sampler import Batch
-from heta.graph.schema import name_relation
+from heta.graph.schema import Relation, name_relation
 from heta.nn.hetero_model import HeteroModel
-from heta.rows.store import RowStore
 from shared.comms import Group, all_gather_v
 from shared.errors import ConfigError, DataError
 
-__all__ = ["check_modules", "check_ranks"]
-
-_CHECKED_ROWS = 4
+__all__ = ["check_logits", "check_model", "check_modules", "check_ranks"]
 
 
 def check_ranks(part: Part, group: Group | None) -> None:
@@ -63,14 +59,47 @@ def check_ranks(part: Part, group: Group | None) -> None:
             )
 
 
-def check_modules(model: HeteroModel, batch: Batch, store: RowStore) -> None:
-    """Runs each module of the first layer on a few destinations alone, and compares.
-
-    Sampling gives a module some of a node's neighbours and a part gives it some of the seeds, so that
-    a row must depend on its own edges only. Random choices of a module are switched off meanwhile.
+def check_model(model: HeteroModel, part: Part) -> None:
+    """Checks that a model was made for this part, in the type in which rows and gradients travel.
 
     Raises:
-        ConfigError: a module's row depends on which other rows are computed with it.
+        ConfigError: it was made for another part, or a parameter is not of float32.
+    """
+    if model.made_for != (part.fingerprint, part.index):
+        raise ConfigError(
+            f"model: expected one over this part, {part.index}, got one over part {model.made_for[1]} of "
+            f"plan {model.made_for[0]}; give the model and the trainer the same part"
+        )
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point() and parameter.dtype != torch.float32:
+            raise ConfigError(
+                f"parameter {name}: expected torch.float32, as rows and gradients are, got "
+                f"{parameter.dtype}; call model.float(), and choose `wire` for what travels"
+            )
+
+
+def check_logits(logits: Tensor, batch: Batch, part: Part) -> None:
+    """Checks that a head gives logits of all classes for each seed.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    if logits.ndim != 2 or len(logits) != len(batch.seeds) or logits.shape[1] < part.num_classes:
+        raise ConfigError(
+            f"head: expected logits [{len(batch.seeds)}, {part.num_classes} or more], a row for each "
+            f"seed and a column for each class of the labels, got {list(logits.shape)}"
+        )
+
+
+def check_modules(model: HeteroModel) -> None:
+    """Calls what the user brought on a few rows, and compares.
+
+    Sampling gives a module some of a node's neighbours and a part gives it some of the seeds, so that
+    a row must depend on its own edges only, and not on how nodes are numbered. Modules are in
+    evaluation mode meanwhile; one that draws random numbers there too cannot be checked.
+
+    Raises:
+        ConfigError: a module fails, or its row depends on which other rows are computed with it.
     """
     for module in model.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
@@ -79,57 +108,84 @@ def check_modules(model: HeteroModel, batch: Batch, store: RowStore) -> None:
                 f"batch normalisation takes its statistics from all rows of a step, and each part has "
                 f"others; use nn.LayerNorm"
             )
-    layer = batch.layers[0]
-    for relation, part in layer.seed_edges.items():
-        _check_module(model, relation, part.edges, model.dims[0])
-    for relation, edges in layer.edges.items():
-        _check_module(model, relation, edges, model.dims[0])
+    with _evaluating(model), torch.random.fork_rng(devices=[]), torch.no_grad():
+        for (number, key), module in model.module_of.items():
+            # The rows of this package's own modules are tested.
+            if isinstance(key, tuple) and not getattr(module, "reads_edges", False):
+                _check_conv(model, number, key, module)
+        target = model.schema.target
+        if model.num_layers > 1:
+            _check_rows("activation", model.activation, model.dims[1][target])
+        if model.stack_function is not None:
+            num_slots = model.num_slots(model.num_layers, target)
+            _check_rows("function of Stack", model.stack_function, num_slots, model.hidden)
+        _check_rows("head", model.head, model.dims[-1][target])
 
 
-def _check_module(model: HeteroModel, relation, edges: Edges, dims: dict[str, int]) -> None:  # noqa: ANN001
-    has_edges = (edges.indptr.diff() > 0).nonzero()[:_CHECKED_ROWS, 0]
-    num_rows = int(has_edges[-1]) + 1 if len(has_edges) else 0
-    if num_rows == 0 or num_rows == edges.num_dst:
-        return
-    module = model.module(1, relation)
-    if getattr(module, "reads_edges", False):
-        return  # one of this package, whose rows are tested
+def _check_conv(model: HeteroModel, number: int, relation: Relation, module: nn.Module) -> None:
+    """Compares rows with those of fewer destinations, and of sources that are numbered otherwise."""
+    name = f"the module of layer {number}, {name_relation(relation)}, {type(module).__name__}"
+    dims = model.dims[number - 1]
     generator = torch.Generator().manual_seed(0)
-    x_src = torch.randn(edges.num_src, dims[relation[0]], generator=generator)
-    width = dims[relation[2]] if model.uses_dst else 0
-    x_dst = torch.randn(edges.num_dst, width, generator=generator)
-    fewer = Edges(
-        edges.indptr[: num_rows + 1], edges.src[: int(edges.indptr[num_rows])], edges.num_src
-    )
-    with torch.no_grad(), _without_dropout(module):
-        whole, some = (
-            _first_output(module, x_src, rows, each)
-            for rows, each in ((x_dst, edges), (x_dst[:num_rows], fewer))
+    x_src = torch.randn(5, dims[relation[0]], generator=generator)
+    x_dst = torch.randn(4, dims[relation[2]] if model.uses_dst else 0, generator=generator)
+    src, dst = torch.tensor([[0, 3, 1, 4, 2, 0], [0, 0, 1, 2, 2, 2]])
+    order = torch.tensor([3, 0, 4, 1, 2])
+
+    def call(x_src: Tensor, x_dst: Tensor, src: Tensor, dst: Tensor) -> Tensor:
+        outputs = module((x_src, x_dst), torch.stack([src, dst]))
+        return outputs[0] if isinstance(outputs, tuple) else outputs
+
+    try:
+        rows, again = (call(x_src, x_dst, src, dst) for _ in range(2))
+        fewer = call(x_src, x_dst[:2], src[:3], dst[:3])
+        moved = call(x_src[order], x_dst, order.argsort()[src], dst)
+    except Exception as error:
+        hint = (
+            ""
+            if model.uses_dst
+            else "; uses_dst=False passes no rows of destinations, dst_dim is 0"
         )
-    if not torch.allclose(whole[: len(some)], some, rtol=1e-3, atol=1e-4):
         raise ConfigError(
-            f"the module of {name_relation(relation)}, {type(module).__name__}: expected a destination's "
-            f"row to depend on its own edges only, but it changed with the other destinations; leave out "
-            f"normalisation over rows"
+            f"{name}: failed on x_src {list(x_src.shape)} and x_dst {list(x_dst.shape)}: {error}; make it "
+            f"for the widths that are passed{hint}"
+        ) from error
+    if not _are_close(rows, again):
+        return
+    if not _are_close(rows[: len(fewer)], fewer):
+        raise ConfigError(
+            f"{name}: expected a destination's row to depend on its own edges only, but it changed with "
+            f"the other destinations; leave out normalisation over rows"
+        )
+    if not _are_close(rows, moved):
+        raise ConfigError(
+            f"{name}: expected a destination's row not to depend on how nodes are numbered, but it does; "
+            f"leave out self loops, by add_self_loops=False"
         )
 
 
-def _first_output(module: nn.Module, x_src: Tensor, x_dst: Tensor, edges: Edges) -> Tensor:
-    outputs = module((x_src, x_dst), edges.edge_index)
-    return outputs[0] if isinstance(outputs, tuple) else outputs
+def _check_rows(name: str, function: Callable[[Tensor], Tensor], *shape: int) -> None:
+    """Compares a function's rows with those of fewer rows."""
+    rows = torch.randn(4, *shape, generator=torch.Generator().manual_seed(0))
+    whole, again, some = function(rows), function(rows), function(rows[:2])
+    if _are_close(whole, again) and not _are_close(whole[:2], some):
+        raise ConfigError(
+            f"{name}: expected each row to depend on itself only, but it changed with the other rows, of "
+            f"which each part and each batch has others; leave out normalisation over rows"
+        )
+
+
+def _are_close(first: Tensor, second: Tensor) -> bool:
+    return first.shape == second.shape and torch.allclose(first, second, rtol=1e-3, atol=1e-4)
 
 
 @contextmanager
-def _without_dropout(module: nn.Module) -> Iterator[None]:
-    """Within the block nothing is dropped: neither by nn.Dropout, nor by a `dropout` attribute."""
-    saved = []
-    for each in module.modules():
-        name = "p" if isinstance(each, nn.modules.dropout._DropoutNd) else "dropout"
-        if isinstance(value := getattr(each, name, None), float):
-            saved.append((each, name, value))
-            setattr(each, name, 0.0)
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Within the block all modules are in evaluation mode, and afterwards in their own again."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
     try:
         yield
     finally:
-        for each, name, value in saved:
-            setattr(each, name, value)
+        for module, was_training in modes:
+            module.training = was_training

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from heta.combine import Merge
-from shared.comms import Group, all_gather, all_reduce
+from heta.training.agreement import check_same
+from shared.comms import Group, all_reduce
 from shared.comms.merging import merge_all_reduce
-from shared.errors import CommError
 from shared.kernels.digest import digest
 from shared.kernels.philox import stream_key
 
@@ -27,7 +27,7 @@ class PartExchange:
     Attributes:
         group: one rank of each part, in the parts' order.
         wire: "float32", "bfloat16" or "int8": the form in which states travel.
-        step: the training step, which names random draws and errors.
+        epoch, step: the training step, which names random draws and errors.
 
     Args:
         group: these ranks.
@@ -39,13 +39,23 @@ class PartExchange:
     def __init__(self, group: Group, wire: Wire, seed: int, check_every: int = 1) -> None:
         self.group, self.wire = group, wire
         self._seed, self._check_every = seed, check_every
-        self.step = 0
+        self.epoch = self.step = 0
+        self._digests: dict[str, int] = {}
+
+    def begin(self, epoch: int, step: int, seeds: Tensor) -> None:
+        """Begins a step, whose seeds should be the same on every rank."""
+        self.epoch, self.step = epoch, step
+        self._digests = {"seeds": digest(seeds)} if self._is_checked else {}
+
+    @property
+    def _is_checked(self) -> bool:
+        return self._check_every > 0 and self.step % self._check_every == 0
 
     def merge(self, number: int, merge: Merge, state: Any, previous: Tensor | None) -> Any:
         """Merges the states of all parts, and routes gradients to this part's own.
 
         Raises:
-            CommError: a rank died, the timeout passed, or ranks hold different merged states.
+            CommError: a rank died, or the timeout passed.
         """
         local = (
             state.detach()
@@ -54,8 +64,9 @@ class PartExchange:
         )
         with self.group.ledger.phase("merge"):
             merged = merge_all_reduce(self.group, local, merge.merge, wire=self.wire)
-        if self._check_every and self.step % self._check_every == 0:
-            self.check_same(merged, f"layer {number}")
+        if self._is_checked:
+            tensors = [merged] if isinstance(merged, Tensor) else list(merged)
+            self._digests[f"layer {number}"] = digest(tensors)
         routed = merge.route(state, merged)
         if previous is None or not previous.requires_grad:
             return routed
@@ -68,6 +79,9 @@ class PartExchange:
 
     def share_gradient(self, number: int, rows: Tensor) -> Tensor:
         """Sums the gradient of merged rows over the parts, each of which read them."""
+        if torch.is_grad_enabled() and not rows.requires_grad:
+            # Nothing below is trained here, but the other parts wait for this one's gradient.
+            rows = rows.detach().requires_grad_()
         return _SumGradient.apply(rows, self.group)
 
     @contextmanager
@@ -75,31 +89,21 @@ class PartExchange:
         """Draws by a seed that all parts share; other draws go on as if there had been none."""
         with torch.random.fork_rng(devices=[]):
             # Python's and torch's seeds are 63 bits wide.
-            torch.manual_seed(stream_key(self._seed, self.step, number) >> 1)
+            # Replicas have other seeds, and should not drop the same entries.
+            replica = self.group.ranks[0]
+            key = stream_key(self._seed, self.epoch, self.step, number, replica)
+            torch.manual_seed(key >> 1)
             yield
 
-    def check_same(self, tensors: Any, what: str) -> None:
-        """Compares 64-bit digests of what should be equal on all parts.
+    def check(self) -> None:
+        """Compares 64-bit digests of what was equal on all parts since `begin`, in one message.
 
         Raises:
-            CommError: they differ; names the step and the ranks.
+            DataError: ranks were given different seeds.
+            CommError: merged rows differ; names the step and the ranks.
         """
-        own = digest(tensors if isinstance(tensors, tuple) else (tensors,))
-        signed = own - (1 << 64) if own >= 1 << 63 else own
-        digests = [int(d) for d in all_gather(self.group, torch.tensor([signed]))]
-        if len(set(digests)) > 1:
-            self._report(digests, what)
-
-    def _report(self, digests: list[int], what: str) -> NoReturn:
-        common = max(set(digests), key=digests.count)
-        odd = [r for r, d in zip(self.group.ranks, digests, strict=True) if d != common]
-        is_even = digests.count(common) <= len(odd)
-        who = f"ranks {list(self.group.ranks)} all differ" if is_even else f"of rank {odd} differ"
-        raise CommError(
-            f"step {self.step}, {what}: expected the same merged rows on every rank, those "
-            f"{who}; memory or a link is faulty, or the ranks run different code: restart from the "
-            f"last checkpoint"
-        )
+        if self._digests:
+            check_same(self.group, self._digests, self.step)
 
 
 class _Reach(torch.autograd.Function):

@@ -20,18 +20,19 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from heta.graph.part import Part
-from heta.graph.sampler import Batch, check_fanouts
+from heta.graph.sampler import Batch, check_fanouts, read_seeds
 from heta.nn.hetero_model import HeteroModel, LocalExchange
 from heta.rows.cache import Cache
 from heta.rows.optimizers import RowAdam, RowOptimizer
 from heta.rows.store import Request, RowStore
+from heta.training.agreement import sum_losses
 from heta.training.checkpoint import load_checkpoint, save_checkpoint
-from heta.training.checks import check_modules, check_ranks
+from heta.training.checks import check_logits, check_model, check_modules, check_ranks
 from heta.training.evaluation import Evaluation, evaluate_logits
 from heta.training.exchange import PartExchange, Wire
 from heta.training.gradients import GradientSync
 from heta.training.tables import make_tables
-from shared.comms import Group, all_gather_v, all_reduce
+from shared.comms import Group, all_gather_v
 from shared.errors import ConfigError, DataError
 from shared.kernels.neighbors import relabel
 from shared.kernels.philox import stream_key
@@ -126,6 +127,7 @@ class Trainer:
         self.group = Group.world() if Group.exists() else None
         rank, ranks = (0, 1) if self.group is None else (self.group.rank, self.group.world_size)
         check_ranks(part, self.group)
+        check_model(model, part)
         self.num_replicas = ranks // part.num_parts
         self.replica = rank % self.num_replicas
         self._exchange = self._make_exchange(ranks, wire, check_every)
@@ -140,7 +142,7 @@ class Trainer:
         self.epoch, self.step_number = 0, 0
         self._tables: dict[str, Tensor] = {}
         self._sampler = ThreadPoolExecutor(1, thread_name_prefix="heta-sampler")
-        self._is_checked = False
+        self._is_checked = self._has_gradients = False
         self.phases: dict[str, float] = {}
         self._requests: dict[str, Request] = {}
 
@@ -180,11 +182,21 @@ class Trainer:
         """
         epoch = self.epoch if epoch is None else epoch
         step = self.step_number if step is None else step
-        own = self._choose_seeds(torch.as_tensor(seeds, dtype=torch.int64))
-        return self._backward(self._sample(own, epoch, step), seeds)
+        seeds = read_seeds(seeds, self.part.schema)
+        own = self._choose_seeds(seeds)
+        return self._backward(self._sample(own, epoch, step), seeds, epoch, step)
 
     def update(self) -> None:
-        """Applies the gradients that `backward` left: to parameters, and to learnable rows."""
+        """Applies the gradients that `backward` left: to parameters, and to learnable rows.
+
+        Raises:
+            ConfigError: no `backward` has completed since the last update.
+        """
+        if not self._has_gradients:
+            raise ConfigError(
+                "update: expected gradients of `backward`, there are none; call it first"
+            )
+        self._has_gradients = False
         with self._phase("update"):
             self.optimizer.step()
             self.store.give_back(self._requests)
@@ -208,6 +220,7 @@ class Trainer:
 
         The next batch is sampled while a step runs. Arguments and errors are `backward`'s.
         """
+        batches = [read_seeds(seeds, self.part.schema) for seeds in batches]
         pending = self._prefetch(batches[0], self.step_number) if len(batches) else None
         for number, seeds in enumerate(batches):
             assert pending is not None, "there is a batch"
@@ -215,7 +228,7 @@ class Trainer:
                 batch = pending.result()
             if number + 1 < len(batches):
                 pending = self._prefetch(batches[number + 1], self.step_number + 1)
-            loss = self._backward(batch, seeds)
+            loss = self._backward(batch, seeds, self.epoch, self.step_number)
             self.update()
             yield loss
 
@@ -264,7 +277,7 @@ class Trainer:
             DataError: a seed is no node of the target.
             CommError: a rank died, or the timeout passed.
         """
-        seeds = torch.as_tensor(seeds, dtype=torch.int64)
+        seeds = read_seeds(seeds, self.part.schema)
         fanouts = self.fanouts if fanouts is None else check_fanouts(fanouts, self.part.layers)
         was_training = self.model.training
         self.model.eval()
@@ -280,7 +293,7 @@ class Trainer:
                     seed=self.seed,
                     tables=self._tables,
                 )
-                logits = self._forward(batch, with_gradients=False)
+                logits, _ = self._forward(batch, chunk, with_gradients=False)
                 parts.append(self._gather_logits(chunk, logits))
         finally:
             self.model.train(was_training)
@@ -359,36 +372,45 @@ class Trainer:
             seeds, self.fanouts, epoch=epoch, step=step, seed=self.seed, tables=self._tables
         )
 
-    def _backward(self, batch: Batch, seeds: Tensor) -> float:
+    def _backward(self, batch: Batch, seeds: Tensor, epoch: int, step: int) -> float:
         label = self.part.label
         if label is None:
             raise DataError("expected a graph with labels, it has none; pass label= to HeteroGraph")
         # One process counts the whole batch; every rank knows all labels.
         count = max(int((label[seeds] >= 0).sum()), 1)
         if not self._is_checked:
-            check_modules(self.model, batch, self.store)
+            check_modules(self.model)
             self._is_checked = True
         self.optimizer.zero_grad(set_to_none=True)
-        if isinstance(self._exchange, PartExchange):
-            self._exchange.step = self.step_number
-        logits = self._forward(batch, with_gradients=True)
+        self._has_gradients = False
+        logits, requests = self._forward(batch, seeds, epoch, step, with_gradients=True)
+        check_logits(logits, batch, self.part)
         loss = nn.functional.cross_entropy(
             logits, label[batch.seeds].to(logits.device), ignore_index=-1, reduction="sum"
         )
         loss = loss / count
         with self._phase("backward"):
-            loss.backward()
+            # Other parts may train what this one does not hold.
+            if loss.requires_grad or self.group is None:
+                loss.backward()
         with self._phase("sync"):
             self.sync.sum_gradients()
-            total = loss.detach().double()
-            if self.num_replicas > 1:
-                assert self.group is not None, "several ranks"
-                # Every part of a replica has the same loss.
-                total = all_reduce(self.group, total / self.part.num_parts)
-        check_loss(float(total), f"epoch {self.epoch}, step {self.step_number}")
-        return float(total)
+            total = float(loss.detach())
+            if self.num_replicas > 1 and self.group is not None:
+                total = sum_losses(self.group, total, seeds, self.num_replicas, step)
+        check_loss(total, f"epoch {epoch}, step {step}")
+        self._requests, self._has_gradients = requests, True
+        return total
 
-    def _forward(self, batch: Batch, *, with_gradients: bool) -> Tensor:
+    def _forward(
+        self,
+        batch: Batch,
+        seeds: Tensor,
+        epoch: int = 0,
+        step: int = 0,
+        *,
+        with_gradients: bool,
+    ) -> tuple[Tensor, dict[str, Request]]:
         with self._phase("rows"):
             target = self.part.schema.target
             wanted, inputs = dict(batch.inputs), dict[str, Tensor]()
@@ -397,14 +419,19 @@ class Trainer:
                 first = wanted.get(target, batch.seeds[:0])
                 num_nodes = self.part.schema.num_nodes[target]
                 wanted[target], position = relabel(batch.seeds, num_nodes, first)
-            self._requests = self.store.read(wanted, with_gradients=with_gradients)
+            requests = self.store.read(wanted, with_gradients=with_gradients)
             for name, ids in batch.inputs.items():
-                inputs[name] = self._requests[name].rows[: len(ids)]
+                inputs[name] = requests[name].rows[: len(ids)]
             seed_rows = None
             if position is not None:
-                seed_rows = self._requests[target].rows[position]
+                seed_rows = requests[target].rows[position]
         with self._phase("forward"):
-            return self.model(batch, inputs, seed_rows, self._exchange)
+            if isinstance(self._exchange, PartExchange):
+                self._exchange.begin(epoch, step, seeds)
+            logits = self.model(batch, inputs, seed_rows, self._exchange)
+            if isinstance(self._exchange, PartExchange):
+                self._exchange.check()
+        return logits, requests
 
     def _gather_logits(self, seeds: Tensor, own: Tensor) -> Tensor:
         if self.num_replicas == 1 or self.group is None:
