@@ -16,7 +16,7 @@ from shared.registry import Registry
 if TYPE_CHECKING:
     from heta.graph.hetero_graph import HeteroGraph
 
-__all__ = ["ASSIGNMENTS", "STRATEGIES", "Alternative", "PartPlan", "Plan"]
+__all__ = ["ASSIGNMENTS", "STRATEGIES", "PartPlan", "Plan", "StrategyForecast"]
 
 _FORMAT = 1
 _ESTIMATES = "heta.partitioning.strategies"
@@ -77,7 +77,7 @@ class PartPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Alternative:
+class StrategyForecast:
     """The prediction for one strategy.
 
     Attributes:
@@ -135,7 +135,7 @@ class Plan:
     row_owner: dict[str, int]
     step_s: float
     sent_bytes: float
-    alternatives: tuple[Alternative, ...]
+    alternatives: tuple[StrategyForecast, ...]
     alpha_s: float
     beta_s_per_byte: float
     memory_bytes: int | None = None
@@ -158,14 +158,13 @@ class Plan:
         """
         try:
             tree = json.loads(text)
-            if tree.pop("format") != _FORMAT:
-                raise ValueError("another format")
+            assert tree.pop("format") == _FORMAT, "another format"
             tree["schema"] = Schema.from_json(tree["schema"])
             tree["parts"] = tuple(_read_part(part) for part in tree["parts"])
-            tree["alternatives"] = tuple(Alternative(**each) for each in tree["alternatives"])
+            tree["alternatives"] = tuple(StrategyForecast(**each) for each in tree["alternatives"])
             tree["fanouts"] = tuple(tree["fanouts"])
             return cls(**tree)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
             raise DataError(
                 f"expected a plan of format {_FORMAT} as JSON, as Plan.to_json writes it, got "
                 f"{text[:60]!r} ({type(error).__name__}: {error}); make the plan again"
@@ -208,10 +207,9 @@ def _write_part(part: PartPlan) -> dict[str, Any]:
 
 
 def _read_part(tree: dict[str, Any]) -> PartPlan:
-    shares = {tuple(relation): tuple(share) for relation, share in tree.pop("shares")}
-    hops = tuple(frozenset(map(tuple, hop)) for hop in tree.pop("relations"))
-    roots = tuple(map(tuple, tree.pop("roots")))
-    names = {
-        name: tuple(tree.pop(name)) for name in ("feature_types", "owned_rows", "fetched_rows")
-    }
-    return PartPlan(roots=roots, shares=shares, relations=hops, **names, **tree)
+    shares = {tuple(relation): tuple(share) for relation, share in tree["shares"]}
+    tree |= {"shares": shares, "roots": tuple(map(tuple, tree["roots"]))}
+    tree["relations"] = tuple(frozenset(map(tuple, hop)) for hop in tree["relations"])
+    for name in ("feature_types", "owned_rows", "fetched_rows"):
+        tree[name] = tuple(tree[name])
+    return PartPlan(**tree)
