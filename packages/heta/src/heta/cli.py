@@ -2,14 +2,358 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import sys
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
-from shared.cli import DemoOptions, run_command
+import tyro
 
-__all__ = ["main"]
+from heta.config import RowRule, WireFormat, read_recipe
+from heta.data.sources import check_graph
+from heta.partitioning.plan import ASSIGNMENTS, STRATEGIES
+from shared.cli import CheckpointOption, DemoOptions, JsonOption, choice, draw_table, run_command
+from shared.errors import ConfigError, DataError
+from shared.files import check_exists, read_json, read_text, write_atomically
+from shared.training.progress import show_progress
+from shared.units import format_bytes, parse_bytes, parse_rate
 
-_ABOUT = "Train heterogeneous graph networks across hosts, sending one row a seed."
+if TYPE_CHECKING:
+    from heta.graph.hetero_graph import HeteroGraph
+    from heta.graph.schema import Schema
+    from heta.partitioning.plan import Plan as PlanResult
+    from heta.partitioning.workload import StepRates
+
+__all__ = ["main", "print_epoch"]
+
+_ABOUT = """Train graphs of many types and relations on several hosts.
+
+GRAPH is flights[:TASK[:DAYS]] (real flights of 2013; tasks late15, cancelled, carrier),
+mag_like:SCALE (generated), a YAML file that names tables, or file.py:function or module:function of
+a function that returns a HeteroGraph, PyG's HeteroData or a DGL graph.
+
+Exit status: 0 done; 1 failed; 2 wrong usage.
+"""
+_COUNTS = ".json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Planning(JsonOption):
+    """Options of plans."""
+
+    graph: Annotated[str, tyro.conf.Positional]
+    """The graph; to plan only, also a .json file of counts that Schema.to_json gives."""
+    parts: int = 2
+    """Number of hosts."""
+    layers: int = 2
+    """Layers of the model."""
+    fanouts: tuple[int, ...] = ()
+    """In-edges drawn of a node and relation, the hop next to the seeds first, -1 for all; by default
+    10 in each layer."""
+    batch_size: int = 2048
+    """Seeds of a step over all hosts."""
+    hidden: int = 64
+    """Width of hidden and learnable rows."""
+    uses_dst: bool = True
+    """Whether modules read their destination's row; without, parts merge once a step."""
+    strategy: str = "auto"
+    """raf, replicate, edge-cut, or auto for the least predicted step."""
+    assign: Annotated[str, choice(ASSIGNMENTS)] = "time"
+    """Rule that assigns relations to hosts: by predicted time, or by size as the paper does."""
+    network_rate: str = "10Gbit/s"
+    """Rate of the slowest link between two hosts."""
+    latency_us: float = 50.0
+    """Microseconds that a message takes at least."""
+    memory: str | None = None
+    """Memory of each host for edges, features and rows, as 16GiB; by default without a limit."""
+    rates: Path | None = None
+    """JSON file of this kind of machine's rates, written by `heta profile`."""
+    seed: int = 0
+    """Seed of METIS, which an edge-cut is made by."""
+
+    def __post_init__(self) -> None:
+        """Checks what needs no graph."""
+        if self.strategy != "auto" and self.strategy not in STRATEGIES:
+            raise ConfigError(
+                f"strategy: expected one of auto, {', '.join(STRATEGIES)}, got {self.strategy!r}"
+            )
+        if self.fanouts and len(self.fanouts) != self.layers:
+            raise ConfigError(
+                f"fanouts: expected {self.layers}, one a layer, got {len(self.fanouts)}"
+            )
+        if not self.latency_us >= 0:
+            raise ConfigError(f"latency-us: expected 0 or more, got {self.latency_us}")
+        parse_rate(self.network_rate)
+        if self.memory is not None:
+            parse_bytes(self.memory)
+
+    def read_source(self) -> HeteroGraph | Schema:
+        """Reads the graph, or counts."""
+        if self.graph.endswith(_COUNTS):
+            record = read_json(self.graph, "counts as Schema.to_json gives them")
+            from heta.graph.schema import Schema
+
+            return Schema.from_json(record)
+        check_graph(self.graph)
+        if self.rates is not None:
+            check_exists(self.rates, "rates that `heta profile` measured")
+        from heta.data.sources import read_graph
+
+        with show_progress(f"reading {self.graph}"):
+            return read_graph(self.graph)
+
+    def make_plan(self, graph: HeteroGraph | Schema) -> PlanResult:
+        """Plans for the graph."""
+        from heta.partitioning.planner import plan
+        from shared.topology import Cluster, Link
+        from shared.topology.device import CPU
+
+        link = Link.from_rate(parse_rate(self.network_rate), self.latency_us / 1e6)
+        with show_progress("planning"):
+            return plan(
+                graph,
+                layers=self.layers,
+                parts=self.parts,
+                fanouts=self.fanouts or None,
+                batch_size=self.batch_size,
+                hidden=self.hidden,
+                uses_dst=self.uses_dst,
+                strategy=self.strategy,
+                assign=self.assign,
+                cluster=Cluster.uniform(self.parts, 1, CPU, network=link),
+                rates=None if self.rates is None else _read_rates(self.rates),
+                memory_bytes=None if self.memory is None else int(parse_bytes(self.memory)),
+                seed=self.seed,
+            )
+
+
+def _read_rates(path: Path) -> StepRates:
+    from heta.partitioning.workload import StepRates
+
+    record = read_json(path, "rates that `heta profile` measured")
+    try:
+        return StepRates(**record)
+    except TypeError as error:
+        raise DataError(
+            f"{path}: expected rates that `heta profile` measured, got {error}; measure them again"
+        ) from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan(_Planning):
+    """Say which strategy is fastest for a graph, and what each sends, holds and takes.
+
+    Examples:
+        heta plan flights:late15 --network-rate 100Mbit/s
+        heta plan mag_like:0.05 --parts 2 --no-uses-dst --out report/heta/plan.json
+    """
+
+    out: Path | None = None
+    """JSON file to write the plan to, for `heta partition --plan`."""
+
+    def execute(self) -> None:
+        """Prints the explanation."""
+        plan = self.make_plan(self.read_source())
+        if self.out is not None:
+            self.out.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(self.out, plan.to_json() + "\n")
+        record = {
+            "strategy": plan.strategy,
+            "step_s": plan.step_s,
+            "sent_bytes": plan.sent_bytes,
+            "alternatives": [asdict(each) for each in plan.alternatives],
+            "parts": [[list(root) for root in part.roots] for part in plan.parts],
+        }
+        self.print_result(record, plan.explain())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Partition(_Planning):
+    """Write each host's folder: its relations' edges, features, labels and masks.
+
+    Examples:
+        heta partition flights:late15 --out report/heta/flights
+        heta partition mag_like:0.01 --parts 2 --strategy raf --out report/heta/mag
+    """
+
+    out: Path
+    """Folder to write; every host reads its own folder below it."""
+    plan: Path | None = None
+    """JSON file of `heta plan --out`, in place of planning options."""
+
+    def execute(self) -> None:
+        """Writes the folders and says what was written."""
+        if self.plan is not None:
+            check_exists(self.plan, "a plan that `heta plan --out` wrote")
+        if self.graph.endswith(_COUNTS):
+            raise ConfigError(f"graph: expected a graph with its edges, got counts, {self.graph}")
+        graph = self.read_source()
+        plan = self._choose_plan(graph)
+        with show_progress(f"writing {plan.num_parts} parts"):
+            plan.write(graph, self.out)  # pyrefly: ignore
+        folders = sorted(path for path in self.out.iterdir() if path.is_dir())
+        sizes = {path.name: sum(file.stat().st_size for file in path.iterdir()) for path in folders}
+        lines = [f"{self.out}: {plan.strategy} on {plan.num_parts} hosts"]
+        lines += [f"  {name}: {format_bytes(size)}" for name, size in sizes.items()]
+        record = {"out": str(self.out), "strategy": plan.strategy, "bytes": sizes}
+        self.print_result(record, "\n".join(lines))
+
+    def _choose_plan(self, graph: HeteroGraph | Schema) -> PlanResult:
+        if self.plan is None:
+            return self.make_plan(graph)
+        from heta.partitioning.plan import Plan as PlanResult
+
+        return PlanResult.from_json(read_text(self.plan, "a plan that `heta plan --out` wrote"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _OnParts(JsonOption):
+    """Options of commands that run on parts."""
+
+    folder: Annotated[str, tyro.conf.Positional]
+    """Folder that `heta partition` wrote, or an fsspec URL of one."""
+    ranks: int | None = None
+    """Ranks to start on this machine, by default one a host of the plan; torchrun starts its own."""
+
+    def count_ranks(self) -> int:
+        """The ranks to start; refuses a folder without parts."""
+        if self.ranks is not None and self.ranks < 1:
+            raise ConfigError(f"ranks: expected 1 or more, got {self.ranks}")
+        if "://" in self.folder:
+            return self.ranks or 1
+        check_exists(self.folder, "a folder that `heta partition` wrote")
+        plan = read_json(Path(self.folder, "plan.json"), "a plan that `heta partition` wrote")
+        return self.ranks or plan["num_parts"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Train(_OnParts, CheckpointOption):
+    """Train a model over the parts, on ranks of this machine or under torchrun, and score it.
+
+    Examples:
+        heta train report/heta/flights --model rgcn --epochs 5
+        torchrun --nproc-per-node 2 -m heta train report/heta/flights --checkpoint report/heta/run
+    """
+
+    recipe: Path | None = None
+    """YAML file of settings; those given here stand above it."""
+    model: str | None = None
+    """rgcn, rgat, hgt, bghgnn, or file.py:function or module:function of a function (part, hidden,
+    num_classes) that makes a HeteroModel; by default rgcn."""
+    epochs: int | None = None
+    """Passes over the training nodes; by default 10."""
+    lr: float | None = None
+    """Learning rate of the parameters; by default 0.01."""
+    row_lr: float | None = None
+    """Learning rate of learnable rows; by default 0.01."""
+    row_rule: RowRule | None = None
+    """Optimizer of learnable rows; by default adam."""
+    batch_size: int | None = None
+    """Seeds of a step over all ranks; by default the plan's."""
+    fanouts: tuple[int, ...] = ()
+    """In-edges drawn of a node and relation; by default the plan's."""
+    wire: WireFormat | None = None
+    """Form in which merged rows travel; by default float32."""
+    cache: str | None = None
+    """Memory for other hosts' rows, as 256MB, with an edge-cut; by default none."""
+    seed: int | None = None
+    """Seed of initial values, of the order of nodes and of all draws; by default 0."""
+
+    def execute(self) -> None:
+        """Trains, with a line an epoch on stderr, and prints a table."""
+        names = (
+            "model", "epochs", "lr", "row_lr", "row_rule", "batch_size", "wire", "cache", "seed",
+        )  # fmt: skip
+        settings = {n: value for n in names if (value := getattr(self, n)) is not None}
+        settings |= {"fanouts": self.fanouts} if self.fanouts else {}
+        config = read_recipe(self.recipe, settings)
+        num_ranks = self.count_ranks()
+        from heta.training import jobs
+
+        outcome = jobs.train(self.folder, config, self.checkpoint, num_ranks, print_epoch)
+        if outcome is not None:
+            epochs, test = outcome
+            self.print_result({"epochs": epochs, "test": test}, _draw_epochs(epochs, test))
+
+
+def print_epoch(epoch: dict[str, Any]) -> None:
+    """Prints an epoch's loss and scores on stderr, as soon as it ends."""
+    scores = _describe_scores(epoch["val"])
+    sys.stderr.write(
+        f"epoch {epoch['epoch']}: loss {epoch['loss']:.4f}, {epoch['seconds']:.1f} s"
+        f"{', val ' + scores if scores else ''}\n"
+    )
+    sys.stderr.flush()
+
+
+def _describe_scores(scores: dict[str, Any] | None) -> str:
+    if scores is None:
+        return ""
+    text = f"accuracy {scores['accuracy']:.4f}"
+    if scores["auc"] is not None:
+        text += f", AUROC {scores['auc']:.4f}, AP {scores['average_precision']:.4f}"
+    return text
+
+
+def _draw_epochs(epochs: list[dict[str, Any]], test: dict[str, Any] | None) -> str:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table("epoch", "loss", "val", "s", "sent by rank 0", box=SIMPLE_HEAD)
+    for epoch in epochs:
+        table.add_row(
+            str(epoch["epoch"]),
+            f"{epoch['loss']:.4f}",
+            _describe_scores(epoch["val"]),
+            f"{epoch['seconds']:.2f}",
+            format_bytes(epoch["sent_bytes"]),
+        )
+    text = draw_table(table).strip("\n ")
+    return text if test is None else f"{text}\ntest: {_describe_scores(test)}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Predict(_OnParts):
+    """Write the classes of nodes, with probabilities, by your own ids.
+
+    Examples:
+        heta predict report/heta/flights --checkpoint report/heta/run
+        heta predict report/heta/flights --checkpoint report/heta/run --nodes wanted.csv
+    """
+
+    checkpoint: Path
+    """Folder that the run had as --checkpoint."""
+    nodes: Path | None = None
+    """Table with a column id of the nodes to score, in this order; all nodes if left out."""
+    out: Path = Path("report/heta/predictions.csv")
+    """Table to write, .csv or .parquet: id, class, probability, and those of all classes."""
+
+    def execute(self) -> None:
+        """Writes the table and says where it is."""
+        num_ranks = self.count_ranks()
+        check_exists(self.checkpoint, "a run that `heta train --checkpoint` saved")
+        if self.nodes is not None:
+            check_exists(self.nodes, "a table")
+        from heta.graph.part_files import read_target_names
+        from heta.training import jobs
+        from heta.training.predictions import select_nodes, tabulate
+        from shared.data.frames import check_output, write_frame
+
+        inputs = [path for path in (self.nodes, self.checkpoint) if path is not None]
+        check_output(self.out, [*inputs, self.folder])
+        names = read_target_names(self.folder)
+        selection = select_nodes(names, self.nodes)
+        known = selection.nodes[selection.nodes >= 0]
+        logits = jobs.predict_logits(self.folder, self.checkpoint, known.tolist(), num_ranks)
+        if logits is None:
+            return
+        write_frame(tabulate(selection, logits, names), self.out)
+        num_unknown = len(selection.nodes) - len(known)
+        lines = [f"classes of {len(known):,} nodes: {self.out}"]
+        if num_unknown:
+            lines.append(f"rows without a class, as the graph lacks their ids: {num_unknown:,}")
+        record = {"num_scored": len(known), "num_unknown": num_unknown, "out": str(self.out)}
+        self.print_result(record, "\n".join(lines))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,4 +386,15 @@ def main(argv: list[str] | None = None) -> int:
     Returns:
         The exit status: 0 done, 1 failed. Usage errors exit with 2.
     """
-    return run_command({"demo": Demo}, prog="heta", about=_ABOUT, argv=argv)
+    return run_command(
+        {
+            "plan": Plan,
+            "partition": Partition,
+            "train": Train,
+            "predict": Predict,
+            "demo": Demo,
+        },
+        prog="heta",
+        about=_ABOUT,
+        argv=argv,
+    )

@@ -75,7 +75,8 @@ def _search_working_folder() -> None:
 
 def _import_file(path: Path) -> Any:
     spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None, "the file's name ends with .py"
+    assert spec is not None, "the file's name ends with .py"
+    assert spec.loader is not None, "it is no folder"
     module = importlib.util.module_from_spec(spec)
     # So that the file's own imports work, and pickles of what it defines.
     sys.modules[spec.name] = module

@@ -11,6 +11,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,26 @@ from shared.errors import DataError
 from shared.files import atomic_folder, read_json
 from shared.kernels.segment import CSR
 
-__all__ = ["read_part", "write_parts"]
+__all__ = ["TargetNames", "read_part", "read_target_names", "write_parts"]
 
 _FORMAT = 1
 _TENSORS, _ABOUT = "tensors.safetensors", "part.json"
+_NAMES = "names.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetNames:
+    """What the user calls the target's nodes and classes.
+
+    Attributes:
+        num_nodes: nodes of the target.
+        ids: texts by node; None where nodes have numbers only.
+        classes: texts by class; empty where classes have numbers only.
+    """
+
+    num_nodes: int
+    ids: list[str] | None
+    classes: list[str]
 
 
 def write_parts(
@@ -83,6 +100,13 @@ def write_parts(
             save_file(tensors, own / _TENSORS, {"fingerprint": fingerprint})
             about["num_bytes"] = (own / _TENSORS).stat().st_size
             (own / _ABOUT).write_text(json.dumps(about) + "\n", encoding="utf-8")
+        ids = graph.node_ids.get(graph.target)
+        names = TargetNames(
+            num_nodes=graph.num_nodes[graph.target],
+            ids=None if ids is None else [str(name) for name in ids],
+            classes=list(graph.class_names),
+        )
+        (fresh / _NAMES).write_text(json.dumps(asdict(names)) + "\n", encoding="utf-8")
         (fresh / "plan.json").write_text(plan.to_json() + "\n", encoding="utf-8")
 
 
@@ -148,6 +172,16 @@ def _keep_share(csr: CSR, index: int, count: int) -> CSR:
     return CSR(
         torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]), csr.indices[kept], csr.num_cols
     )
+
+
+def read_target_names(folder: str | os.PathLike[str]) -> TargetNames:
+    """Reads what the user calls the target's nodes and classes.
+
+    Raises:
+        DataError: the folder holds no parts.
+    """
+    with _source(folder) as fetch:
+        return TargetNames(**read_json(fetch(_NAMES), "names, as Plan.write writes them"))
 
 
 def read_part(folder: str | os.PathLike[str], choose: Callable[[int], int]) -> dict[str, Any]:

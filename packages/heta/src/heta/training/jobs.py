@@ -1,0 +1,228 @@
+"""The work of `heta train` and `heta predict`: starting ranks, and what each rank does.
+
+Started by torchrun, the process is one rank and joins the others; started alone, it starts the ranks
+on this machine. A run's folder has `state`, the newest checkpoint, and `run.json`, its settings and
+the epochs so far, which are written after it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from heta.config import TrainConfig
+from heta.graph.part import Part, load
+from heta.nn.registry import build_model
+from heta.rows.cache import Cache
+from heta.rows.optimizers import RowAdagrad, RowAdam
+from heta.training.trainer import Trainer
+from shared.comms import RankPool, init_from_env
+from shared.errors import ConfigError, DataError
+from shared.files import read_json, write_atomically
+from shared.training import show_resumed
+from shared.training.progress import hidden_progress, is_progress_hidden
+
+__all__ = ["Epoch", "predict_logits", "read_run", "run_in_ranks", "train"]
+
+# How long one message may take, and a whole run.
+_MESSAGE_LIMIT, _RUN_LIMIT = timedelta(minutes=10), timedelta(days=20)
+_STATE, _RUN = "state", "run.json"
+_MODULES = ("torch._dynamo", "heta.training.jobs")
+
+# An epoch's numbers by name: "epoch", "loss", "seconds", "sent_bytes", and of validation.
+Epoch = dict[str, Any]
+
+
+def run_in_ranks(num_ranks: int, function: Callable[..., Any], *args: Any) -> Any:
+    """Calls a function on every rank and returns what the first returned, None on torchrun's others.
+
+    Args:
+        num_ranks: ranks to start here; under torchrun they run already.
+        function: defined at the top level of a file.
+        args: its arguments.
+
+    Raises:
+        ConfigError: the number of ranks is invalid.
+        RankFailure: a rank failed.
+    """
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        group = init_from_env(_MESSAGE_LIMIT)
+        result = function(*args)
+        return result if group.rank == 0 else None
+    if num_ranks < 1:
+        raise ConfigError(f"ranks: expected 1 or more, got {num_ranks}")
+    if num_ranks == 1:
+        return function(*args)
+    with RankPool(num_ranks, timeout=_MESSAGE_LIMIT, modules=_MODULES) as pool:
+        return pool.run(function, *args, timeout=_RUN_LIMIT).results[0]
+
+
+def train(
+    folder: str,
+    config: TrainConfig,
+    checkpoint: Path | None,
+    num_ranks: int,
+    on_epoch: Callable[[Epoch], None],
+) -> tuple[list[Epoch], dict[str, Any] | None] | None:
+    """Trains, saving after each epoch, and resumes where an earlier run of the same settings stopped.
+
+    Args:
+        folder: the parts.
+        config: the settings.
+        checkpoint: the run's folder; None saves nothing.
+        num_ranks: ranks to start where torchrun has started none.
+        on_epoch: called on the first rank after each epoch; defined at the top level of a file.
+
+    Returns:
+        All epochs, and the scores of the split "test" if there is one; None on ranks of torchrun's
+        other than the first.
+
+    Raises:
+        ConfigError: settings do not fit the parts, or are not those of the run to resume.
+        DataError: there are no parts, or no labelled nodes.
+        CommError: a rank died.
+    """
+    if checkpoint is not None and (checkpoint / _RUN).exists():
+        _check_same(checkpoint, config)
+    args = (folder, config, checkpoint, on_epoch, is_progress_hidden())
+    return run_in_ranks(num_ranks, _train_in_rank, *args)
+
+
+def _check_same(checkpoint: Path, config: TrainConfig) -> None:
+    """Refuses other settings than those of the run, but for the number of epochs."""
+    before, wanted = asdict(read_run(checkpoint)[0]), asdict(config)
+    for name, value in wanted.items():
+        if name != "epochs" and value != before[name]:
+            raise ConfigError(
+                f"{name}: expected {before[name]!r}, with which {checkpoint} was begun, got {value!r}; "
+                "use that, or another folder as --checkpoint"
+            )
+
+
+def read_run(checkpoint: Path) -> tuple[TrainConfig, list[Epoch]]:
+    """Reads the settings and the epochs of a run's folder.
+
+    Raises:
+        DataError: the folder has no run.
+    """
+    about = read_json(checkpoint / _RUN, "a run that `heta train --checkpoint` saved")
+    try:
+        return TrainConfig.from_mapping(about["config"], str(checkpoint)), about["epochs"]
+    except (KeyError, TypeError) as error:
+        raise DataError(
+            f"{checkpoint / _RUN}: expected config and epochs, got {error!r}; it is of another program"
+        ) from error
+
+
+def _make_trainer(part: Part, config: TrainConfig) -> Trainer:
+    torch.manual_seed(config.seed)
+    rules = {"adam": RowAdam, "adagrad": RowAdagrad}
+    return Trainer(
+        part,
+        build_model(config.model, part),
+        config.fanouts,
+        config.batch_size,
+        optimizer=lambda parameters: torch.optim.Adam(parameters, config.lr),
+        rows=rules[config.row_rule](lr=config.row_lr),
+        cache=None if config.cache is None else Cache(config.cache),
+        wire=config.wire,
+        seed=config.seed,
+    )
+
+
+def _train_in_rank(
+    folder: str,
+    config: TrainConfig,
+    checkpoint: Path | None,
+    on_epoch: Callable[[Epoch], None],
+    is_quiet: bool,
+) -> tuple[list[Epoch], dict[str, Any] | None]:
+    part = load(folder)
+    trainer = _make_trainer(part, config)
+    is_first = trainer.group is None or trainer.group.rank == 0
+    epochs: list[Epoch] = []
+    try:
+        if checkpoint is not None and (checkpoint / _STATE).exists():
+            with show_resumed("heta"):
+                trainer.load(checkpoint / _STATE)
+            if (checkpoint / _RUN).exists():
+                epochs = read_run(checkpoint)[1][: trainer.epoch]
+        with hidden_progress(is_quiet):
+            while trainer.epoch < config.epochs:
+                report = trainer.fit_epoch()
+                epoch = {
+                    "epoch": report.epoch + 1,
+                    "loss": report.loss,
+                    "seconds": report.seconds,
+                    "sent_bytes": report.sent_bytes,
+                    "val": _score(trainer, "val"),
+                }
+                epochs.append(epoch)
+                if checkpoint is not None:
+                    _save(trainer, checkpoint, config, epochs, is_first=is_first)
+                if is_first:
+                    on_epoch(epoch)
+        return epochs, _score(trainer, "test")
+    finally:
+        trainer.close()
+
+
+def _score(trainer: Trainer, split: str) -> dict[str, Any] | None:
+    """The scores of a split; None if no labelled node is in it."""
+    if split not in trainer.part.masks or not len(trainer.part.seeds(split)):
+        return None
+    return asdict(trainer.evaluate(split))
+
+
+def _save(
+    trainer: Trainer, checkpoint: Path, config: TrainConfig, epochs: list[Epoch], *, is_first: bool
+) -> None:
+    if is_first:
+        checkpoint.mkdir(parents=True, exist_ok=True)
+    trainer.save(checkpoint / _STATE)
+    if is_first:
+        about = {"config": json.loads(config.to_json()), "epochs": epochs}
+        write_atomically(checkpoint / _RUN, json.dumps(about, indent=1) + "\n")
+
+
+def predict_logits(
+    folder: str, checkpoint: Path, nodes: list[int] | None, num_ranks: int
+) -> torch.Tensor | None:
+    """Computes logits of target nodes by a run's checkpoint.
+
+    Args:
+        folder: the parts.
+        checkpoint: the run's folder.
+        nodes: ids; None for all nodes of the target.
+        num_ranks: ranks to start where torchrun has started none.
+
+    Returns:
+        [nodes, classes]; None on ranks of torchrun's other than the first.
+
+    Raises:
+        ConfigError: settings do not fit the parts.
+        DataError: there are no parts, no checkpoint, or it is of another graph.
+    """
+    config, _ = read_run(checkpoint)
+    args = (folder, config, checkpoint, nodes)
+    return run_in_ranks(num_ranks, _predict_in_rank, *args)
+
+
+def _predict_in_rank(
+    folder: str, config: TrainConfig, checkpoint: Path, nodes: list[int] | None
+) -> torch.Tensor:
+    part = load(folder)
+    trainer = _make_trainer(part, config)
+    try:
+        trainer.load(checkpoint / _STATE)
+        num_nodes = part.schema.num_nodes[part.schema.target]
+        return trainer.predict(torch.arange(num_nodes) if nodes is None else torch.tensor(nodes))
+    finally:
+        trainer.close()

@@ -1,0 +1,95 @@
+"""Tables of predicted classes, by the user's own ids of nodes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from jaxtyping import Float
+from torch import Tensor
+
+from heta.graph.part_files import TargetNames
+from shared.data.frames import read_frame
+from shared.data.tables import read_ids
+from shared.errors import DataError
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+__all__ = ["Selection", "select_nodes", "tabulate"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Selection:
+    """Nodes to score.
+
+    Attributes:
+        ids: as the user calls them.
+        nodes: their numbers, -1 for ids that the graph lacks.
+    """
+
+    ids: np.ndarray
+    nodes: np.ndarray
+
+
+def select_nodes(names: TargetNames, file: Path | None) -> Selection:
+    """Reads which nodes to score.
+
+    Args:
+        names: the graph's own ids.
+        file: table with a column id; None for all nodes.
+
+    Raises:
+        DataError: it is no table, has no such column, or none of the graph's ids.
+    """
+    numbers = np.arange(names.num_nodes)
+    own = numbers if names.ids is None else np.asarray(names.ids, object)
+    if file is None:
+        return Selection(own, numbers)
+    table = read_frame(file, ids=["id"])
+    if "id" not in table:
+        raise DataError(f"{file}: expected a column 'id', got {list(table.columns)}; rename yours")
+    try:
+        ids = read_ids(table["id"]).astype(str).to_numpy(object)
+    except DataError as error:
+        raise DataError(f"{file}: {error}") from error
+    number_of = {str(name): number for number, name in enumerate(own)}
+    nodes = np.array([number_of.get(name, -1) for name in ids], np.int64)
+    if not (nodes >= 0).any():
+        raise DataError(
+            f"{file}: expected ids of the graph's nodes, none of {len(nodes)} is one; check them"
+        )
+    return Selection(table["id"].to_numpy(), nodes)
+
+
+def tabulate(
+    selection: Selection, logits: Float[Tensor, "known classes"], names: TargetNames
+) -> DataFrame:
+    """Makes a row for each node: id, class, its probability, then those of all classes.
+
+    Args:
+        selection: the nodes; those that the graph lacks get empty fields.
+        logits: of the others, in order.
+        names: the classes' own names.
+    """
+    import pandas
+
+    probabilities = logits.double().softmax(1).numpy()
+    is_known = selection.nodes >= 0
+    rows = np.full((len(selection.nodes), probabilities.shape[1]), np.nan)
+    rows[is_known] = probabilities
+    top = probabilities.argmax(1)
+    if names.classes:
+        classes = pandas.array([None] * len(rows), dtype=object)
+        classes[is_known] = np.array(names.classes, object)[top]
+    else:
+        classes = pandas.array([pandas.NA] * len(rows), dtype="Int64")
+        classes[is_known] = top
+    labels = names.classes or range(rows.shape[1])
+    best = np.full(len(rows), np.nan)
+    best[is_known] = probabilities.max(1)
+    columns = {"id": selection.ids, "class": classes, "probability": best}
+    columns |= {f"p_{label}": rows[:, number] for number, label in enumerate(labels)}
+    return pandas.DataFrame(columns)
