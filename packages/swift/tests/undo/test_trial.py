@@ -52,6 +52,14 @@ class KeepsLists(torch.optim.SGD):
             p.sub_(p.grad, alpha=state["by_name"]["lr"])
 
 
+class KeepsListsAndTensors(KeepsLists):
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in (p for group in self.param_groups for p in group["params"]):
+            self.state[p].setdefault("sum", torch.zeros_like(p)).add_(p.grad)
+        return super().step(closure)
+
+
 class CountsItself(torch.optim.SGD):
     num_steps = 0
 
@@ -131,8 +139,9 @@ def test_parameters_that_change_each_others_steps_are_stepped_at_once(make):
     assert bits(commit.optimizer) == bits(plain)
 
 
-def test_numbers_lists_and_dictionaries_of_a_state_are_undone():
-    opt = undoable(KeepsLists(make_parameters(), 0.1))
+@pytest.mark.parametrize("kind", [KeepsLists, KeepsListsAndTensors])
+def test_numbers_lists_and_dictionaries_of_a_state_are_undone(kind):
+    opt = undoable(kind(make_parameters(), 0.1))
     assert not opt.is_coupled
     run(opt.step, opt.parameters, range(2))
     opt.confirm()
