@@ -102,7 +102,7 @@ def run(out: Path, *, is_full: bool) -> bool:
             installed.
     """
     out.mkdir(parents=True, exist_ok=True)
-    size = (16, 3072, 4) if is_full else (6, 1536, 3)
+    size = (16, 3072, 4) if is_full else (6, 1152, 3)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
         ["memo.demo", "torch", "transformers.models.llama.modeling_llama"]

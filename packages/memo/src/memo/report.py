@@ -10,7 +10,10 @@ from memo.planner.plan import Plan
 from shared.training.pictures import new_picture, save_picture
 from shared.units import GB, format_bytes, format_s
 
-__all__ = ["describe_run", "draw_memory"]
+__all__ = ["TOO_LONG", "describe_run", "draw_memory"]
+
+TOO_LONG = 1.5
+"""Times the predicted seconds: a plan whose steps take more was made from other seconds than these."""
 
 
 def describe_run(
@@ -24,6 +27,7 @@ def describe_run(
     fetch_s: float,
     wait_s: float,
     moved_bytes: int,
+    step_s: Sequence[float] = (),
 ) -> str:
     """What a plan took, beside what it was predicted to take.
 
@@ -36,6 +40,7 @@ def describe_run(
         send_s, fetch_s: seconds of copies, wherever they hid.
         wait_s: seconds for which layers waited for copies.
         moved_bytes: bytes copied, both ways.
+        step_s: seconds of steps' forward and backward; the quickest counts, as what else runs only adds to it.
     """
     predicted = plan.prediction
 
@@ -52,11 +57,24 @@ def describe_run(
         f"copies    {format_bytes(moved_bytes)} in {format_s(send_s)} out and {format_s(fetch_s)} back",
         f"waits     {format_s(wait_s)} for copies, over {num_restored} layers' backwards",
     ]
+    if step_s:
+        lines += _describe_steps(step_s, predicted.get("step_s"))
     if num_spare:
         lines.append(
             f"buffers   {num_spare} more than planned were made: backwards came in another order"
         )
     return "\n".join([*lines, *describe_disturbance(predicted)])
+
+
+def _describe_steps(step_s: Sequence[float], predicted_s: float | None) -> list[str]:
+    """Seconds of the quickest step, and whether it takes far longer than predicted."""
+    line = f"step      {format_s(min(step_s))}, the quickest of {len(step_s)}"
+    if predicted_s is None:
+        return [line]
+    lines = [f"{line} (predicted {format_s(predicted_s)})"]
+    if min(step_s) > TOO_LONG * predicted_s:
+        lines.append("longer    than predicted: the plan was made for other seconds; plan again")
+    return lines
 
 
 def draw_memory(

@@ -251,3 +251,48 @@ def test_closing_leaves_wrappers_that_came_later_in_place():
     assert not any("forward" in vars(one) for one in (model.layers[0], model.layers[2]))
     assert_same_step(train_stack(model), expected)
     assert len(seen) == 2
+
+
+PREDICTED = {"store_bytes": 0, "details": {"busy": "0.31"}}
+
+
+def run_steps(model, plan, train):
+    with apply(model, plan) as run:
+        train(model(make_batch()).logits.sum())
+    return run
+
+
+@pytest.mark.parametrize("mode", ["restore", "keep"])
+@pytest.mark.parametrize(("predicted_s", "is_longer"), [(None, False), (1e-9, True), (1e9, False)])
+def test_a_report_compares_steps_with_their_prediction(mode, predicted_s, is_longer):
+    layer = LayerPlan(mode=mode, resident=frozenset({"input"} if mode == "restore" else ()))
+    prediction = PREDICTED if predicted_s is None else {**PREDICTED, "step_s": predicted_s}
+    model = make_model("llama", num_layers=2)
+    plan = Plan(layers=(layer,) * 2, input_shape=(2, 48, 64), prediction=prediction)
+    run = run_steps(model, plan, lambda loss: loss.backward())
+    assert len(run.step_s) == 1
+    lines = run.report().splitlines()
+    (step,) = (line for line in lines if line.startswith("step "))
+    assert ("predicted" in step) == (predicted_s is not None)
+    assert any(line.startswith("longer ") for line in lines) == is_longer
+    assert any(line.startswith("busy ") and "31%" in line for line in lines)
+
+
+def test_steps_between_which_others_come_are_not_timed():
+    model = make_model("llama", num_layers=2)
+    with apply(model, HALF) as run:
+        first, second, third = (model(make_batch(number)).logits.sum() for number in range(3))
+        third.backward()
+        assert len(run.step_s) == 1
+        first.backward()
+        second.backward()
+        assert len(run.step_s) == 1
+        last = model(make_batch()).logits.sum()
+        last.backward()
+    assert len(run.step_s) == 2
+    assert "the quickest of 2" in run.report()
+
+
+def test_a_report_says_nothing_of_steps_that_were_not_run_backward():
+    run = run_steps(make_model("llama", num_layers=2), HALF, lambda _: None)
+    assert not any(line.startswith("step ") for line in run.report().splitlines())

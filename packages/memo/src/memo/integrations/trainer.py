@@ -16,6 +16,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from memo.config import Budget
 from memo.planner.plan import Plan
 from memo.profiler.autotune import autotune
+from memo.report import TOO_LONG
 from memo.runtime.run import Run, apply
 from shared.errors import ConfigError
 from shared.units import format_s
@@ -26,9 +27,6 @@ log = logging.getLogger(__name__)
 
 _WARM_UP, _TIMED = 1, 3
 """Steps that are not compared with their prediction, as buffers are made in them, and steps that are."""
-
-_TOO_LONG = 1.5
-"""Times the predicted seconds: a plan whose steps take more was made from other seconds than these."""
 
 
 class MemoCallback(TrainerCallback):
@@ -135,7 +133,7 @@ class MemoCallback(TrainerCallback):
             return
         # The quickest: what else runs on the machine only adds to a step.
         taken_s = min(self._step_s[_WARM_UP:])
-        if taken_s > _TOO_LONG * predicted_s:
+        if taken_s > TOO_LONG * predicted_s:
             log.warning(
                 "memo: expected steps of %s, got %s; planning once more with the next batch",
                 format_s(predicted_s),

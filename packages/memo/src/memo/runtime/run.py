@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.utils._pytree import tree_leaves
 from transformers.cache_utils import Cache
 
 from memo.config import shown
@@ -76,12 +79,14 @@ class Pass:
 
     Attributes:
         records: what layers left, by their numbers.
+        begun_s: when it began.
     """
 
-    __slots__ = ("__weakref__", "records")
+    __slots__ = ("__weakref__", "begun_s", "records")
 
     def __init__(self) -> None:
         self.records: dict[int, weakref.ref[ForwardRecord]] = {}
+        self.begun_s = time.perf_counter()
 
     @property
     def is_alive(self) -> bool:
@@ -95,6 +100,8 @@ class Run:
     Attributes:
         plan: with a plan for each layer.
         num_restored: times that a layer's saved tensors were made ready for its backward.
+        step_s: seconds of each forward and backward so far that no other one came between, without what is before the
+            first layer. Not measured on a GPU, which would have to be waited for.
     """
 
     def __init__(
@@ -132,6 +139,8 @@ class Run:
         self._names = [f"{names[layer]} ({type(layer).__name__})" for layer in found]
         self._turns = [0] * len(found)
         self.num_restored = 0
+        self.step_s: list[float] = []
+        self._ended_s = 0.0
         self._changed = [
             (number, layer)
             for number, layer in enumerate(found)
@@ -183,6 +192,7 @@ class Run:
             send_s=times.send_s,
             fetch_s=times.fetch_s,
             wait_s=times.wait_s,
+            step_s=self.step_s,
             moved_bytes=times.sent_bytes + times.fetched_bytes,
         )
 
@@ -216,7 +226,8 @@ class Run:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        if number <= self._last_number:
+        is_first = number <= self._last_number
+        if is_first:
             self._current = Pass()
             self._passes.add(self._current)
         self._last_number, current = number, self._current
@@ -231,11 +242,31 @@ class Run:
             out = record.run()
             self._load(number, record, current)
             del record
+        if is_first and self._device.type == "cpu":
+            self._await_end(current, out)
         is_alone = not any(one.is_alive for one in self._passes if one is not current)
         moves = self._schedule.after_forward[number]
         # Forwards before other forwards' backwards: whose is first is not known.
         self._do([move for move in moves if is_alone or move.action != "fetch"], current)
         return out
+
+    def _await_end(self, current: Pass, out: Any) -> None:
+        """Notes a pass's seconds when its backward is over, of which the first layer's is among the last."""
+
+        def note() -> None:
+            ended_s = time.perf_counter()
+            # Another forward or backward in between would be counted, too.
+            if self._current is current and self._ended_s <= current.begun_s:
+                self.step_s.append(ended_s - current.begun_s)
+            self._ended_s = ended_s
+
+        def queue(_: Tensor) -> None:
+            Variable._execution_engine.queue_callback(note)
+
+        for one in tree_leaves(out):
+            if isinstance(one, Tensor) and one.requires_grad:
+                one.register_hook(queue)
+                return
 
     def _offer_attention(self, layer: nn.Module) -> None:
         """Has calls of the layer's attention handed over; its name may be another one than before."""
