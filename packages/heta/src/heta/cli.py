@@ -21,7 +21,7 @@ from shared.units import format_bytes, parse_bytes, parse_rate
 if TYPE_CHECKING:
     from heta.graph.hetero_graph import HeteroGraph
     from heta.graph.schema import Schema
-    from heta.partitioning.plan import Plan as PlanResult
+    from heta.partitioning.plan import Plan
     from heta.partitioning.workload import StepRates
 
 __all__ = ["main", "print_epoch"]
@@ -102,7 +102,7 @@ class _Planning(JsonOption):
         with show_progress(f"reading {self.graph}"):
             return read_graph(self.graph)
 
-    def make_plan(self, graph: HeteroGraph | Schema) -> PlanResult:
+    def make_plan(self, graph: HeteroGraph | Schema) -> Plan:
         """Plans for the graph."""
         from heta.partitioning.planner import plan
         from shared.topology import Cluster, Link
@@ -140,7 +140,7 @@ def _read_rates(path: Path) -> StepRates:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan(_Planning):
+class MakePlan(_Planning):
     """Say which strategy is fastest for a graph, and what each sends, holds and takes.
 
     Examples:
@@ -198,12 +198,12 @@ class Partition(_Planning):
         record = {"out": str(self.out), "strategy": plan.strategy, "bytes": sizes}
         self.print_result(record, "\n".join(lines))
 
-    def _choose_plan(self, graph: HeteroGraph | Schema) -> PlanResult:
+    def _choose_plan(self, graph: HeteroGraph | Schema) -> Plan:
         if self.plan is None:
             return self.make_plan(graph)
-        from heta.partitioning.plan import Plan as PlanResult
+        from heta.partitioning.plan import Plan
 
-        return PlanResult.from_json(read_text(self.plan, "a plan that `heta plan --out` wrote"))
+        return Plan.from_json(read_text(self.plan, "a plan that `heta plan --out` wrote"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -268,9 +268,9 @@ class Train(_OnParts, CheckpointOption):
         settings |= {"fanouts": self.fanouts} if self.fanouts else {}
         config = read_recipe(self.recipe, settings)
         num_ranks = self.count_ranks()
-        from heta.training import jobs
+        from heta.training.jobs.training_run import train
 
-        outcome = jobs.train(self.folder, config, self.checkpoint, num_ranks, print_epoch)
+        outcome = train(self.folder, config, self.checkpoint, num_ranks, print_epoch)
         if outcome is not None:
             epochs, test = outcome
             self.print_result({"epochs": epochs, "test": test}, _draw_epochs(epochs, test))
@@ -335,8 +335,7 @@ class Predict(_OnParts):
         if self.nodes is not None:
             check_exists(self.nodes, "a table")
         from heta.graph.part_files import read_target_names
-        from heta.training import jobs
-        from heta.training.predictions import select_nodes, tabulate
+        from heta.training.jobs.predictions import predict_logits, select_nodes, tabulate
         from shared.data.frames import check_output, write_frame
 
         inputs = [path for path in (self.nodes, self.checkpoint) if path is not None]
@@ -344,7 +343,7 @@ class Predict(_OnParts):
         names = read_target_names(self.folder)
         selection = select_nodes(names, self.nodes)
         known = selection.nodes[selection.nodes >= 0]
-        logits = jobs.predict_logits(self.folder, self.checkpoint, known.tolist(), num_ranks)
+        logits = predict_logits(self.folder, self.checkpoint, known.tolist(), num_ranks)
         if logits is None:
             return
         write_frame(tabulate(selection, logits, names), self.out)
@@ -388,7 +387,7 @@ def main(argv: list[str] | None = None) -> int:
     """
     return run_command(
         {
-            "plan": Plan,
+            "plan": MakePlan,
             "partition": Partition,
             "train": Train,
             "predict": Predict,

@@ -1,4 +1,4 @@
-"""Tables of predicted classes, by the user's own ids of nodes."""
+"""The work of `heta predict`: logits by a checkpoint, and tables by the user's own ids of nodes."""
 
 from __future__ import annotations
 
@@ -7,10 +7,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from heta.config import TrainConfig
+from heta.graph.part import load
 from heta.graph.part_files import TargetNames
+from heta.training.jobs.launch import run_in_ranks
+from heta.training.jobs.training_run import STATE, make_trainer, read_run
 from shared.data.frames import read_frame
 from shared.data.tables import read_ids
 from shared.errors import DataError
@@ -18,7 +23,7 @@ from shared.errors import DataError
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-__all__ = ["Selection", "select_nodes", "tabulate"]
+__all__ = ["Selection", "predict_logits", "select_nodes", "tabulate"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,3 +98,39 @@ def tabulate(
     columns = {"id": selection.ids, "class": classes, "probability": best}
     columns |= {f"p_{label}": rows[:, number] for number, label in enumerate(labels)}
     return pandas.DataFrame(columns)
+
+
+def predict_logits(
+    folder: str, checkpoint: Path, nodes: list[int] | None, num_ranks: int
+) -> torch.Tensor | None:
+    """Computes logits of target nodes by a run's checkpoint.
+
+    Args:
+        folder: the parts.
+        checkpoint: the run's folder.
+        nodes: ids; None for all nodes of the target.
+        num_ranks: ranks to start where torchrun has started none.
+
+    Returns:
+        [nodes, classes]; None on ranks of torchrun's other than the first.
+
+    Raises:
+        ConfigError: settings do not fit the parts.
+        DataError: there are no parts, no checkpoint, or it is of another graph.
+    """
+    config, _ = read_run(checkpoint)
+    args = (folder, config, checkpoint, nodes)
+    return run_in_ranks(num_ranks, _predict_in_rank, *args)
+
+
+def _predict_in_rank(
+    folder: str, config: TrainConfig, checkpoint: Path, nodes: list[int] | None
+) -> torch.Tensor:
+    part = load(folder)
+    trainer = make_trainer(part, config)
+    try:
+        trainer.load(checkpoint / STATE)
+        num_nodes = part.schema.num_nodes[part.schema.target]
+        return trainer.predict(torch.arange(num_nodes) if nodes is None else torch.tensor(nodes))
+    finally:
+        trainer.close()

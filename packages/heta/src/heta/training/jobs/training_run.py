@@ -1,17 +1,14 @@
-"""The work of `heta train` and `heta predict`: starting ranks, and what each rank does.
+"""The work of `heta train`: epochs, scores and checkpoints on every rank.
 
-Started by torchrun, the process is one rank and joins the others; started alone, it starts the ranks
-on this machine. A run's folder has `state`, the newest checkpoint, and `run.json`, its settings and
-the epochs so far, which are written after it.
+A run's folder has `state`, the newest checkpoint, and `run.json`, its settings and the epochs so far,
+which is written after it.
 """
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from dataclasses import asdict
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -22,46 +19,19 @@ from heta.graph.part import Part, load
 from heta.nn.registry import build_model
 from heta.rows.cache import Cache
 from heta.rows.optimizers import RowAdagrad, RowAdam
+from heta.training.jobs.launch import run_in_ranks
 from heta.training.trainer import Trainer
-from shared.comms import RankPool, init_from_env
 from shared.errors import ConfigError, DataError
 from shared.files import read_json, write_atomically
 from shared.training import show_resumed
 from shared.training.progress import hidden_progress, is_progress_hidden
 
-__all__ = ["Epoch", "predict_logits", "read_run", "run_in_ranks", "train"]
+__all__ = ["STATE", "Epoch", "make_trainer", "read_run", "train"]
 
-# How long one message may take, and a whole run.
-_MESSAGE_LIMIT, _RUN_LIMIT = timedelta(minutes=10), timedelta(days=20)
-_STATE, _RUN = "state", "run.json"
-_MODULES = ("torch._dynamo", "heta.training.jobs")
+STATE, _RUN = "state", "run.json"
 
 # An epoch's numbers by name: "epoch", "loss", "seconds", "sent_bytes", and of validation.
 Epoch = dict[str, Any]
-
-
-def run_in_ranks(num_ranks: int, function: Callable[..., Any], *args: Any) -> Any:
-    """Calls a function on every rank and returns what the first returned, None on torchrun's others.
-
-    Args:
-        num_ranks: ranks to start here; under torchrun they run already.
-        function: defined at the top level of a file.
-        args: its arguments.
-
-    Raises:
-        ConfigError: the number of ranks is invalid.
-        RankFailure: a rank failed.
-    """
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        group = init_from_env(_MESSAGE_LIMIT)
-        result = function(*args)
-        return result if group.rank == 0 else None
-    if num_ranks < 1:
-        raise ConfigError(f"ranks: expected 1 or more, got {num_ranks}")
-    if num_ranks == 1:
-        return function(*args)
-    with RankPool(num_ranks, timeout=_MESSAGE_LIMIT, modules=_MODULES) as pool:
-        return pool.run(function, *args, timeout=_RUN_LIMIT).results[0]
 
 
 def train(
@@ -121,7 +91,13 @@ def read_run(checkpoint: Path) -> tuple[TrainConfig, list[Epoch]]:
         ) from error
 
 
-def _make_trainer(part: Part, config: TrainConfig) -> Trainer:
+def make_trainer(part: Part, config: TrainConfig) -> Trainer:
+    """Makes model and trainer over a part; the caller closes it.
+
+    Raises:
+        ConfigError: settings do not fit the part.
+        DataError: the graph has no labels, or ranks hold parts of different plans.
+    """
     torch.manual_seed(config.seed)
     rules = {"adam": RowAdam, "adagrad": RowAdagrad}
     return Trainer(
@@ -145,13 +121,13 @@ def _train_in_rank(
     is_quiet: bool,
 ) -> tuple[list[Epoch], dict[str, Any] | None]:
     part = load(folder)
-    trainer = _make_trainer(part, config)
+    trainer = make_trainer(part, config)
     is_first = trainer.group is None or trainer.group.rank == 0
     epochs: list[Epoch] = []
     try:
-        if checkpoint is not None and (checkpoint / _STATE).exists():
+        if checkpoint is not None and (checkpoint / STATE).exists():
             with show_resumed("heta"):
-                trainer.load(checkpoint / _STATE)
+                trainer.load(checkpoint / STATE)
             if (checkpoint / _RUN).exists():
                 epochs = read_run(checkpoint)[1][: trainer.epoch]
         with hidden_progress(is_quiet):
@@ -186,43 +162,7 @@ def _save(
 ) -> None:
     if is_first:
         checkpoint.mkdir(parents=True, exist_ok=True)
-    trainer.save(checkpoint / _STATE)
+    trainer.save(checkpoint / STATE)
     if is_first:
         about = {"config": json.loads(config.to_json()), "epochs": epochs}
         write_atomically(checkpoint / _RUN, json.dumps(about, indent=1) + "\n")
-
-
-def predict_logits(
-    folder: str, checkpoint: Path, nodes: list[int] | None, num_ranks: int
-) -> torch.Tensor | None:
-    """Computes logits of target nodes by a run's checkpoint.
-
-    Args:
-        folder: the parts.
-        checkpoint: the run's folder.
-        nodes: ids; None for all nodes of the target.
-        num_ranks: ranks to start where torchrun has started none.
-
-    Returns:
-        [nodes, classes]; None on ranks of torchrun's other than the first.
-
-    Raises:
-        ConfigError: settings do not fit the parts.
-        DataError: there are no parts, no checkpoint, or it is of another graph.
-    """
-    config, _ = read_run(checkpoint)
-    args = (folder, config, checkpoint, nodes)
-    return run_in_ranks(num_ranks, _predict_in_rank, *args)
-
-
-def _predict_in_rank(
-    folder: str, config: TrainConfig, checkpoint: Path, nodes: list[int] | None
-) -> torch.Tensor:
-    part = load(folder)
-    trainer = _make_trainer(part, config)
-    try:
-        trainer.load(checkpoint / _STATE)
-        num_nodes = part.schema.num_nodes[part.schema.target]
-        return trainer.predict(torch.arange(num_nodes) if nodes is None else torch.tensor(nodes))
-    finally:
-        trainer.close()

@@ -1,0 +1,1 @@
+"""What the command line runs on ranks: training, prediction, comparison of strategies."""
