@@ -5,10 +5,15 @@ import json
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from tokenizers.processors import TemplateProcessing
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import hybridflow as hy
 from hybridflow.models.config import read_config
+from hybridflow.models.end_tokens import find_token
 from hybridflow.roles.state.export import export
 from hybridflow.rollout import hf
 from hybridflow.rollout.end_tokens import resolve_by_config
@@ -234,10 +239,11 @@ def test_those_of_the_prompts_tokenizer_join_the_models(folder):
     assert ends.end_tokens == (1, 3, 7)
 
 
-def test_named_tokens_outside_the_vocabulary_are_left_out_and_told(folder, caplog):
-    write(folder / "generation_config.json", eos_token_id=[128001, 3])
+@pytest.mark.parametrize("outside", [128001, 19, -1])
+def test_named_tokens_outside_the_vocabulary_are_left_out_and_told(folder, caplog, outside):
+    write(folder / "generation_config.json", eos_token_id=[outside, 3])
     assert resolve_by_config(Sampling(max_new_tokens=2), read_config(folder)).end_tokens == (3,)
-    assert "128001" in caplog.text
+    assert str(outside) in caplog.text
 
 
 def test_asked_tokens_outside_the_vocabulary_are_refused(source):
@@ -267,6 +273,18 @@ def test_texts_are_read_by_the_tokenizer_of_the_folder(folder):
         resolve_by_config(Sampling(max_new_tokens=2, end_token="!"), config)
     with pytest.raises(ConfigError, match="no folder with a tokenizer, got the text '</s>'"):
         resolve_by_config(Sampling(max_new_tokens=2, end_token="</s>"), read_config(MODEL))
+
+
+def test_texts_are_read_without_what_a_tokenizer_adds_or_does_not_know(tmp_path):
+    names = ["<unk>", "<s>", "</s>", "yes"]
+    words = Tokenizer(WordLevel({name: index for index, name in enumerate(names)}, "<unk>"))
+    words.pre_tokenizer = WhitespaceSplit()
+    words.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>").save_pretrained(tmp_path)
+    assert [find_token(tmp_path, name) for name in names] == [0, 1, 2, 3]
+    for text, count in (("no", "none"), ("yes yes", "2")):
+        with pytest.raises(ConfigError, match=f"got '{text}', which is {count}; give one token"):
+            find_token(tmp_path, text)
 
 
 def test_a_server_whose_model_is_not_here_asks_for_the_ids():
