@@ -275,9 +275,13 @@ def test_a_gradient_scaler_gets_its_scale_back_and_a_new_training_nothing_due(tm
     callback.on_train_end()
     with bcp.Checkpointer(tmp_path / "run") as ckpt:
         assert ckpt.steps() == [2]
-    callback.resume_folder()
+    folder = callback.resume_folder()
     objects, _ = begin(callback, 1.0, 2)
     assert objects["optimizer"].scaler.get_scale() == 16.0
+    callback.on_train_end()
+    assert not os.path.exists(folder)
+    objects, _ = begin(callback, 1.0, 0)
+    assert objects["optimizer"].scaler.get_scale() == 1.0, "another training begins anew"
     callback.on_train_end()
 
 
