@@ -88,6 +88,9 @@ class RowStore:
         tables: this rank's tables by type, the same types in the same order on every rank.
         optimizer: of learnable rows.
         group: all ranks; None for a single process.
+
+    Attributes:
+        rank: this rank among all.
     """
 
     def __init__(
@@ -95,7 +98,7 @@ class RowStore:
     ) -> None:
         self.tables, self.optimizer = tables, optimizer
         self._group = group if group is not None and group.world_size > 1 else None
-        self._rank = group.rank if group is not None else 0
+        self.rank = group.rank if group is not None else 0
         self._size = group.world_size if group is not None else 1
         self._scratch: dict[str, Tensor] = {}
         # What every rank keeps whole needs no exchange, and no rank waits for one.
@@ -149,15 +152,15 @@ class RowStore:
             assert table.owners is not None, "it travels"
             owner = table.owners.rank_of(ids)
             if table.cache is not None:
-                owner = torch.where(table.cache.has(ids), self._rank, owner)
+                owner = torch.where(table.cache.has(ids), self.rank, owner)
             order = owner.argsort(stable=True)
             asked[name] = ids, order, torch.bincount(owner, minlength=self._size).tolist()
         counts = torch.tensor([[a[2][rank] for a in asked.values()] for rank in range(self._size)])
-        counts[self._rank] = 0
-        theirs = torch.stack(all_gather(self._group, counts))[:, self._rank]
+        counts[self.rank] = 0
+        theirs = torch.stack(all_gather(self._group, counts))[:, self.rank]
         ids_to = [
             torch.cat([_slice(a[0][a[1]], a[2], rank) for a in asked.values()])
-            if rank != self._rank
+            if rank != self.rank
             else empty
             for rank in range(self._size)
         ]
@@ -188,7 +191,7 @@ class RowStore:
         for i, (name, (ids, order, by_rank)) in enumerate(asked.items()):
             table, parts = self.tables[name], []
             for rank in range(self._size):
-                if rank == self._rank:
+                if rank == self.rank:
                     own = ids[order][sum(by_rank[:rank]) : sum(by_rank[: rank + 1])]
                     parts.append(self._read_own(table, own))
                     continue
@@ -207,7 +210,7 @@ class RowStore:
         assert table.owners is not None, "it travels"
         if table.cache is None:
             return gather(table.rows, table.owners.local(ids))
-        return table.cache.read(ids, table.rows, table.owners, self._rank)
+        return table.cache.read(ids, table.rows, table.owners, self.rank)
 
     def give_back(self, requests: Mapping[str, Request]) -> None:
         """Sends gradients to the owners, and updates the rows; every rank calls it after `read`.
@@ -249,7 +252,7 @@ class RowStore:
                     continue
                 start = sum(request.counts[:rank])
                 chosen = request.order[start : start + request.counts[rank]]
-                if rank == self._rank:
+                if rank == self.rank:
                     table = self.tables[name]
                     own[name] = table.owners.local(request.ids[chosen]), grad[chosen]  # pyrefly: ignore
                 else:
@@ -265,7 +268,7 @@ class RowStore:
         for rank in range(self._size):
             offset = 0
             for name in travelling:
-                if rank == self._rank:
+                if rank == self.rank:
                     if name in own:
                         received[name].append(own[name])
                     continue

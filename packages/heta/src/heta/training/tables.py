@@ -1,31 +1,22 @@
-"""Makes the tables of a part's input rows: features, learnable rows, and copies of remote rows."""
+"""Makes the tables of a part's input rows: features and learnable rows."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 
 from heta.graph.part import Part
-from heta.rows.cache import Cache
 from heta.rows.optimizers import RowOptimizer
 from heta.rows.owners import MappedOwners, ModuloOwners, Owners
 from heta.rows.store import Table, initial_rows
 from shared.comms import Group
-from shared.errors import ConfigError
 
 __all__ = ["make_tables"]
-
-_SAMPLED_BATCHES = 8
-"""Batches whose accesses decide what a cache holds."""
 
 
 def make_tables(
     part: Part,
     group: Group | None,
     optimizer: RowOptimizer,
-    cache: Cache | None,
-    fanouts: Sequence[int],
     seed: int,
 ) -> dict[str, Table]:
     """Makes one table a type of the schema, in its order, on every rank.
@@ -34,18 +25,8 @@ def make_tables(
         part: this rank's part.
         group: all ranks; None for a single process.
         optimizer: of learnable rows.
-        cache: memory for copies of other ranks' features ("edge-cut" only).
-        fanouts: as of training, for the accesses that the cache is filled by.
-        seed: of learnable rows and of these accesses.
-
-    Raises:
-        ConfigError: a cache is given where no features are remote.
+        seed: of learnable rows.
     """
-    if cache is not None and part.strategy != "edge-cut":
-        raise ConfigError(
-            f"cache: expected a plan by edge-cut, whose features lie on other hosts, got "
-            f"{part.strategy!r}; leave the cache out"
-        )
     rank, ranks = (0, 1) if group is None else (group.rank, group.world_size)
     tables: dict[str, Table] = {}
     for number, (name, num_nodes) in enumerate(part.schema.num_nodes.items()):

@@ -26,6 +26,7 @@ from heta.rows.cache import Cache
 from heta.rows.optimizers import RowAdam, RowOptimizer
 from heta.rows.store import Request, RowStore
 from heta.training.agreement import sum_losses
+from heta.training.cache_filling import SAMPLED_BATCHES, fill_caches
 from heta.training.checkpoint import load_checkpoint, save_checkpoint
 from heta.training.checks import check_logits, check_model, check_modules, check_ranks
 from heta.training.evaluation import Evaluation, evaluate_logits
@@ -131,11 +132,10 @@ class Trainer:
         self.num_replicas = ranks // part.num_parts
         self.replica = rank % self.num_replicas
         self._exchange = self._make_exchange(ranks, wire, check_every)
-        self.store = RowStore(
-            make_tables(part, self.group, rows or RowAdam(), cache, self.fanouts, seed),
-            rows or RowAdam(),
-            self.group,
-        )
+        rows = rows or RowAdam()
+        self.store = RowStore(make_tables(part, self.group, rows, seed), rows, self.group)
+        if cache is not None:
+            self._fill_caches(cache)
         self.sync = GradientSync(model, part, self.group)
         self.sync.share_initial_values()
         self.optimizer = (optimizer or _adam)(model.parameters())
@@ -158,6 +158,20 @@ class Trainer:
             own = group if replica == self.replica else own
         assert own is not None, "each rank is a replica of its part"
         return PartExchange(own, wire, self.seed, check_every)
+
+    def _fill_caches(self, cache: Cache) -> None:
+        if self.part.strategy != "edge-cut":
+            raise ConfigError(
+                f"cache: expected a plan by edge-cut, whose features lie on other hosts, got "
+                f"{self.part.strategy!r}; leave the cache out"
+            )
+        num_nodes = self.part.schema.num_nodes[self.part.schema.target]
+        is_seed = self.part.masks.get("train", torch.ones(num_nodes, dtype=torch.bool))
+        seeds = is_seed.nonzero()[:, 0]
+        generator = torch.Generator().manual_seed(self.seed)
+        drawn = seeds[torch.randperm(len(seeds), generator=generator)]
+        own = self._choose_seeds(drawn[: SAMPLED_BATCHES * self.batch_size])
+        fill_caches(self.store, self.part, cache, own, self.fanouts, self.seed)
 
     def backward(
         self, seeds: Int64[Tensor, " seeds"], *, epoch: int | None = None, step: int | None = None
