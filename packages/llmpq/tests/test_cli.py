@@ -284,7 +284,7 @@ WRONG_VALUES = {
     "--new-tokens: expected at least 1, got 0": [*PLANNED, "--new-tokens", "0"],
     "--batch: expected at least 1, got -1": [*RUN, "a.jsonl", "--batch", "-1"],
     "--new-tokens: expected at least 1, got -2": [*RUN, "a.jsonl", "--new-tokens", "-2"],
-    "--temperature: expected a number of 0 or more, got -1": [*RUN, "a.jsonl", "--temperature", "-1"],
+    "--temperature: expected a number of 0 or more, got -1.0; give 0 for the most probable": [*RUN, "a.jsonl", "--temperature", "-1"],
     "--temperature: expected a number of 0 or more, got nan": [*RUN, "a.jsonl", "--temperature", "nan"],
     "--top-p: expected a number from 0 to 1, got 2": [*RUN, "a.jsonl", "--top-p", "2"],
     "--top-p: expected a number above 0, got 0": [*RUN, "a.jsonl", "--top-p", "0"],

@@ -54,7 +54,7 @@ def check_group_size(group_size: int) -> None:
 
 
 def check_limit(
-    name: str, value: float | None, *, least: float, most: float = float("inf")
+    name: str, value: float | None, *, least: float, most: float = float("inf"), advice: str
 ) -> None:
     """Refuses a number outside a range, or one that is not finite.
 
@@ -63,13 +63,14 @@ def check_limit(
         value: the number; None passes.
         least: the smallest that is accepted.
         most: the largest.
+        advice: what to give instead.
 
     Raises:
         ConfigError: the number is outside.
     """
     if value is not None and not (isfinite(value) and least <= value <= most):
         bounds = f"from {least:g} to {most:g}" if isfinite(most) else f"of {least:g} or more"
-        raise ConfigError(f"{_flag(name)}: expected a number {bounds}, got {value}")
+        raise ConfigError(f"{_flag(name)}: expected a number {bounds}, got {value}; {advice}")
 
 
 def check_inputs(**files: tuple[Path, str]) -> None:

@@ -85,7 +85,7 @@ class _Planning(JsonOption):
     def __post_init__(self) -> None:
         check_at_least(1, batch=self.batch, new_tokens=self.new_tokens)
         check_group_size(self.group_size)
-        check_limit("max_kl", self.max_kl, least=0)
+        check_limit("max_kl", self.max_kl, least=0, advice="leave it out for no limit")
 
     def check_files(self) -> None:
         """Refuses inputs that are missing, and a folder of measurements that cannot be written."""
@@ -219,8 +219,10 @@ class Run(JsonOption):
 
     def __post_init__(self) -> None:
         check_at_least(1, batch=self.batch, new_tokens=self.new_tokens)
-        check_limit("temperature", self.temperature, least=0)
-        check_limit("top_p", self.top_p, least=0, most=1)
+        check_limit(
+            "temperature", self.temperature, least=0, advice="give 0 for the most probable token"
+        )
+        check_limit("top_p", self.top_p, least=0, most=1, advice="give 1 to draw from all tokens")
         if self.top_p == 0:
             raise ConfigError("--top-p: expected a number above 0, got 0; 1 leaves no token out")
 

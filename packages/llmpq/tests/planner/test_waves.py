@@ -24,6 +24,12 @@ def test_prompts_of_like_lengths_fill_their_waves():
     assert cut_waves([3], 4, 16) == [[0]]
 
 
+def test_waves_stay_full_where_cuts_save_little():
+    lengths = [100, 90, 85]  # 349 tokens of work in full waves, 344 with the longest prompt alone
+    assert cut_waves(lengths, 2, 1) == [[0, 1], [2]]
+    assert cut_waves([100, 30, 25], 2, 1) == [[0], [1, 2]]
+
+
 @pytest.mark.parametrize("lengths", [(900, 5, 5, 300, 280, 4, 4), (7, 600, 8, 590, 1, 2, 3)])
 def test_cuts_take_as_little_work_as_any(lengths):
     new_tokens, most = 4, 4

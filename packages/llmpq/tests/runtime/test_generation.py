@@ -80,6 +80,33 @@ def test_what_is_not_taken_is_named_once(model, caplog):
     assert not caplog.records
 
 
+def processors(model, prompt, ends, **fields):
+    set_fields(model, **fields)
+    (found,) = read_rules(model).start([torch.tensor(prompt)], 4, ends)
+    return found
+
+
+def test_rules_apply_in_the_order_of_transformers(model):
+    rules = {"repetition_penalty": 2.0, "sequence_bias": [[[3], 2.0]]}
+    logits = torch.ones(1, 8)
+    changed = processors(model, [3], [2], **rules)(torch.tensor([[3]]), logits)
+    assert changed[0, 3] == (1 + 2) / 2, "the bias comes before the penalty"
+
+
+def test_rules_on_the_end_need_one(model):
+    rules = {"min_new_tokens": 3, "min_length": 9, "exponential_decay_length_penalty": [2, 3.0]}
+    assert len(processors(model, [3, 4], [2], **rules)) == 3
+    assert not processors(model, [3, 4], [], **rules)
+
+
+@pytest.mark.parametrize(("prompt", "first"), [([3], 2), ([3, 4], 2), ([3, 4, 5], 3)])
+def test_a_forced_first_token_is_not_suppressed(model, prompt, first):
+    rules = {"begin_suppress_tokens": [5], "forced_bos_token_id": 5}
+    found = processors(model, prompt, [2], **rules)
+    suppressed = [processor.begin_index for processor in found if hasattr(processor, "begin_index")]
+    assert suppressed == [first]
+
+
 def test_a_wrong_value_is_told_before_anything_is_loaded(model):
     set_fields(model, repetition_penalty=-1.0)
     with pytest.raises(

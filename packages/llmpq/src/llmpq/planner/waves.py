@@ -9,7 +9,12 @@ import numpy as np
 __all__ = ["cut_waves"]
 
 _STEP_TOKENS = 32
-"""Tokens whose prefill takes as long as reading all weights once, which each step of decoding does."""
+"""Tokens whose prefill takes as long as reading all weights once, which each step of decoding does.
+
+A guess, as machines and widths differ. It matters little: where 8 to 128 tokens are right, cuts made for 32
+take at most 5 % more work than the best ones (256 prompts of log-normal lengths in waves of 32, 16 or 128
+new tokens), while full waves take 1.2 to 7 times as much there and beside one long prompt.
+"""
 _LEAST_GAIN = 0.1
 """Share of the work that cuts have to save; full waves are simpler to predict and to resume."""
 
