@@ -23,7 +23,9 @@ _COUNT_BYTES = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRates:
-    """Seconds that a rank takes for each unit of work; the defaults are of one core of a Zen 4.
+    """Seconds that a rank takes for each unit of work; the defaults are one core's.
+
+    `heta.profiler.measure_rates` measured the defaults on a Zen 4 that other work shared.
 
     Attributes:
         sampled_edge_s: to draw an edge and number its source.
@@ -39,12 +41,12 @@ class StepRates:
         ConfigError: a number is negative or not finite.
     """
 
-    sampled_edge_s: float = 2.0e-8
-    gathered_byte_s: float = 2.5e-10
-    aggregated_byte_s: float = 1.2e-10
-    flop_s: float = 2.0e-11
-    module_s: float = 1.5e-4
-    updated_byte_s: float = 8.0e-10
+    sampled_edge_s: float = 1.0e-7
+    gathered_byte_s: float = 2.5e-9
+    aggregated_byte_s: float = 1.0e-9
+    flop_s: float = 1.4e-11
+    module_s: float = 4.0e-4
+    updated_byte_s: float = 1.0e-9
     exchange_s: float = 2.0e-4
     step_s: float = 2.0e-3
 
