@@ -64,8 +64,11 @@ class RootSearch:
         self._num_roots, self._num_parts = len(workload.roots), network.num_parts
         self._prepare(np.ones(self._num_roots, dtype=np.int64))
 
-    def assign_by_time(self) -> np.ndarray:
+    def assign_by_time(self, sizes: np.ndarray) -> np.ndarray:
         """Searches assignments, cutting roots where parts outnumber them or a step gets shorter.
+
+        Args:
+            sizes: [S] sizes of the roots' closures, from which a local search starts too.
 
         Returns:
             [P, S] the fraction of the seeds for which each part computes each root.
@@ -74,6 +77,9 @@ class RootSearch:
         weights = alone.main_s + alone.sample_s
         counts = apportion(weights, self._num_parts)
         best, best_cost = self._solve(counts)
+        if counts.sum() > _MAX_EXACT:
+            trial, cost = self._solve(apportion(sizes, self._num_parts), sizes)
+            best, best_cost = (trial, cost) if cost < best_cost else (best, best_cost)
         for _ in range(_MAX_CUTS if counts.sum() <= _MAX_EXACT else 0):
             heaviest = int(np.argmax(np.where(counts < self._num_parts, weights / counts, -1.0)))
             is_heavy = weights[heaviest] / counts[heaviest] > weights.sum() / self._num_parts
@@ -97,22 +103,27 @@ class RootSearch:
         self._prepare(apportion(weights, self._num_parts))
         return self._fractions(self._assign_longest_first(weights))
 
-    def search(self, counts: np.ndarray, *, is_exact: bool) -> tuple[np.ndarray, float]:
+    def search(
+        self, counts: np.ndarray, *, is_exact: bool, weights: np.ndarray | None = None
+    ) -> tuple[np.ndarray, float]:
         """Searches the assignment of given shares.
 
         Args:
             counts: [S] shares of each root.
             is_exact: whether all assignments are tried, or a local search is made.
+            weights: [S] weights of the roots in the longest-first start; None for their seconds.
 
         Returns:
             [P, S] fractions, and the cost: the predicted step, and a little for unequal parts.
         """
         self._prepare(counts)
-        alone = self.workload.evaluate(np.eye(self._num_roots))
+        if weights is None:
+            alone = self.workload.evaluate(np.eye(self._num_roots))
+            weights = alone.main_s + alone.sample_s
         num_random = _NUM_RANDOM_STARTS if len(self._unit_root) <= 2 * _MAX_EXACT else 0
         # Before an exact search, the local one only provides a bound.
         num_random = min(num_random, _NUM_BOUND_STARTS) if is_exact else num_random
-        starts = [self._assign_longest_first(alone.main_s + alone.sample_s)]
+        starts = [self._assign_longest_first(weights)]
         starts += self._draw_starts(num_random) if self._num_parts > 1 else []
         results = [
             search_locally(start, self._num_parts, self._change_costs, self._find_heaviest)
@@ -123,8 +134,10 @@ class RootSearch:
             assignment, cost = self._try_all(assignment, cost)
         return self._fractions(assignment), cost
 
-    def _solve(self, counts: np.ndarray) -> tuple[np.ndarray, float]:
-        return self.search(counts, is_exact=int(counts.sum()) <= _MAX_EXACT)
+    def _solve(
+        self, counts: np.ndarray, weights: np.ndarray | None = None
+    ) -> tuple[np.ndarray, float]:
+        return self.search(counts, is_exact=int(counts.sum()) <= _MAX_EXACT, weights=weights)
 
     def _prepare(self, counts: np.ndarray) -> None:
         """Sets the units: each root as often as it has shares."""

@@ -215,7 +215,7 @@ def estimate_edge_cut(request: PlanRequest, limit_s: float) -> Estimate:
 
 def assign_by_time(search: RootSearch, request: PlanRequest) -> np.ndarray:
     """Assigns roots by the predicted step; [P, S] fractions of the seeds."""
-    return search.assign_by_time()
+    return search.assign_by_time(weigh_by_size(request.schema, request.layers))
 
 
 def assign_by_size(search: RootSearch, request: PlanRequest) -> np.ndarray:
