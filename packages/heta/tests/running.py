@@ -8,7 +8,6 @@ from torch import nn
 from heta import combine
 from heta.graph.part import load
 from heta.nn import BGHGNN, HGT, RGAT, RGCN, HeteroModel
-from heta.rows.optimizers import RowAdam
 from heta.training.trainer import Trainer
 
 HIDDEN, CLASSES = 8, 3
@@ -73,12 +72,13 @@ MODELS = {
 
 @dataclass(frozen=True)
 class RowSGD:
-    """Changes a row by its gradient, which thereby shows."""
+    """Plain descent, which keeps the last gradient of each row to be seen."""
 
     def new_state(self, weight):
-        return {}
+        return {"grad": torch.zeros_like(weight)}
 
     def step(self, weight, state, rows, grads):
+        state["grad"].zero_()[rows] = grads
         weight[rows] -= grads
 
 
@@ -88,12 +88,21 @@ def train_cases(cases):
 
 
 def train(
-    folder, model="rgcn", batches=(range(40),), fanouts=None, rows="sgd", trainer=None, seed=0
-):  # fmt: skip
+    folder,
+    model="rgcn",
+    batches=(range(40),),
+    fanouts=None,
+    rows="sgd",
+    trainer=None,
+    seed=0,
+    state=None,
+):
     """Trains on some batches, and returns what became of it on this rank."""
     torch.manual_seed(0)
     part = load(folder)
     net = MODELS[model](part)
+    if state is not None:
+        net.load_state_dict({name: state[name] for name in net.state_dict()})
     initial = {name: value.clone() for name, value in net.state_dict().items()}
     optimizer = {"sgd": RowSGD()}.get(rows, rows)
     settings = {"optimizer": lambda p: torch.optim.SGD(p, 0.1)} | (trainer or {})
@@ -104,28 +113,31 @@ def train(
         losses.append(own.backward(torch.as_tensor(list(batch), dtype=torch.int64)))
         grads = {n: p.grad.clone() for n, p in net.named_parameters() if p.grad is not None}
         own.update()
-    rank, owned = (0 if own.group is None else own.group.rank), {}
+    rank, owned, row_grads = (0 if own.group is None else own.group.rank), {}, {}
     for name, table in own.store.tables.items():
         if table.is_learnable:
             ids = table.owners.owned_by(rank, part.schema.num_nodes[name])
             owned[name] = (ids, table.rows.clone())
+            if "grad" in table.state:
+                row_grads[name] = (ids, table.state["grad"].clone())
     own.close()
     return {
         "losses": losses,
         "grads": grads,
         "logits": logits,
         "rows": owned,
+        "row_grads": row_grads,
         "initial": initial,
         "state": {name: value.clone() for name, value in net.state_dict().items()},
         "after": own.predict(torch.arange(part.schema.num_nodes[part.schema.target])),
     }
 
 
-def merge_rows(results):
+def merge_rows(results, key="rows"):
     """Puts the rows of all owners together, by type."""
     whole = {}
-    for name in results[0]["rows"]:
-        pieces = [result["rows"][name] for result in results]
+    for name in results[0][key]:
+        pieces = [result[key][name] for result in results]
         ids = torch.cat([ids for ids, _ in pieces])
         assert torch.equal(ids.sort()[0], torch.arange(len(ids))), "every row has one owner"
         whole[name] = torch.cat([rows for _, rows in pieces])[ids.argsort()]
@@ -134,8 +146,8 @@ def merge_rows(results):
 
 def distance(got, wanted):
     """The error of a tensor relative to its size."""
-    size = wanted.double().norm()
-    return float((got.double() - wanted.double()).norm() / (size + 1e-4))
+    got, wanted = got.detach().double(), wanted.detach().double()
+    return float((got - wanted).norm() / (wanted.norm() + 1e-4))
 
 
 def assert_same_training(results, wanted, bound=1e-5):
@@ -154,6 +166,7 @@ def assert_same_training(results, wanted, bound=1e-5):
                 assert distance(value, one[key][name]) <= bound, (key, name)
         seen |= result["grads"].keys()
     assert seen == one["grads"].keys()
-    whole, expected = merge_rows(results), merge_rows(wanted)
-    for name, rows in expected.items():
-        assert distance(whole[name], rows) <= bound, name
+    for key in ("rows", "row_grads"):
+        whole, expected = merge_rows(results, key), merge_rows(wanted, key)
+        for name, rows in expected.items():
+            assert distance(whole[name], rows) <= bound, (key, name)

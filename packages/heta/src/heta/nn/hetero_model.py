@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import reduce
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,7 @@ Conv = Callable[[int, Relation, int, int, int], nn.Module]
 Call = Callable[..., Tensor]
 
 
+@runtime_checkable
 class Exchange(Protocol):
     """How the parts' states of the seeds become one."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Int64
@@ -12,6 +12,7 @@ from torch import Tensor
 __all__ = ["MappedOwners", "ModuloOwners", "Owners"]
 
 
+@runtime_checkable
 class Owners(Protocol):
     """The owners of one type's rows."""
 
