@@ -48,8 +48,7 @@ def test_the_reference_is_torchs_softmax_of_each_row():
         torch.testing.assert_close(weights[row], logits[row].softmax(0).nan_to_num(0))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("heads", [1, 3])
+@pytest.mark.parametrize(("heads", "dtype"), [(1, torch.float64), (3, torch.float32)])
 def test_every_form_has_the_references_weights_and_gradients(form, heads, dtype):
     indptr, logits = random_rows(heads=heads, dtype=dtype)
     grad = torch.randn(logits.shape, dtype=dtype)
@@ -64,8 +63,9 @@ def test_every_form_has_the_references_weights_and_gradients(form, heads, dtype)
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("dim", [1, 5, 40])
+@pytest.mark.parametrize(
+    ("dim", "dtype"), [(1, torch.float32), (5, torch.float64), (40, torch.float32)]
+)
 def test_every_form_has_the_references_state_and_gradients(form, dim, dtype):
     indptr, logits = random_rows(heads=2, dtype=dtype)
     values = torch.randn(*logits.shape, dim, dtype=dtype)

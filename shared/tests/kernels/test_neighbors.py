@@ -33,7 +33,7 @@ def test_numba_draws_what_the_reference_draws(fanout):
     assert all(map(torch.equal, sample(csr, rows, fanout, KEY), theirs))
 
 
-@pytest.mark.parametrize("fanout", [-1, 0, 1, 2, 7, 17, 10_000])
+@pytest.mark.parametrize("fanout", [-1, 0, 1, 7, 17])
 def test_every_form_draws_what_the_reference_draws(form, fanout):
     csr, rows = skewed_csr(), torch.tensor([0, 42, 39, 1, 0, 12])
     theirs = reference.sample(csr.indptr, rows, fanout, KEY)
