@@ -50,6 +50,8 @@ def test_full_fan_out_gives_the_embeddings_of_the_whole_graph(graph):
     with torch.no_grad():
         whole = embed(data)
         seen = []
+        for batch in loader(data, [-1, -1], [3, 3, 5], 3):
+            torch.testing.assert_close(embed(batch)[:3], whole[batch["paper"].n_id[:3]])
         for batch in loader(data, [-1, -1], torch.arange(7, 24), 8):
             paper = batch["paper"]
             seeds = paper.n_id[: paper.batch_size]

@@ -205,7 +205,7 @@ class _EdgeTable:
         return {self.relation: (src, dst), **reverse}
 
     def _find(self, column: Series, kind: str, index: Index) -> np.ndarray:
-        rows = index.get_indexer(column.to_numpy())
+        rows = index.get_indexer(type(index)(column))
         if (rows < 0).any():
             row = int((rows < 0).argmax())
             raise DataError(

@@ -173,7 +173,7 @@ class PygForm:
             {relation: torch.cat([hop[relation][i] for hop in hops]) for relation in hops[0]}
             for i in range(3)
         )
-        batch = filter_hetero_data(self._data, nodes, rows, cols, edge_ids)
+        batch = filter_hetero_data(self._data, nodes, rows, cols, {**edge_ids})
         for node_type, ids in nodes.items():
             batch[node_type].n_id = ids
             batch[node_type].num_sampled_nodes = node_counts[node_type]
