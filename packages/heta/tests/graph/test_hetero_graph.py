@@ -32,6 +32,7 @@ def test_reads_lists_and_derives():
     assert graph.num_classes == 3
     assert graph.num_unlabelled == 1
     assert graph.seeds("train").tolist() == [0]
+    assert repr(graph) == f"HeteroGraph(schema={graph.schema!r})"
     assert papers(label=None).num_classes == 0
     assert papers(label=None).num_unlabelled == 4
 

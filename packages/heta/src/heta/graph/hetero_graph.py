@@ -40,15 +40,15 @@ class HeteroGraph:
         class_names: texts by class, where labels had them.
     """
 
-    num_nodes: dict[str, int]
-    edges: dict[Relation, tuple[Tensor, Tensor]]
-    feat: dict[str, Tensor]
-    target: str
-    label: Tensor | None
-    masks: dict[str, Tensor]
-    node_ids: dict[str, np.ndarray]
-    class_names: tuple[str, ...]
-    schema: Schema = field(repr=False)
+    num_nodes: dict[str, int] = field(repr=False)
+    edges: dict[Relation, tuple[Tensor, Tensor]] = field(repr=False)
+    feat: dict[str, Tensor] = field(repr=False)
+    target: str = field(repr=False)
+    label: Tensor | None = field(repr=False)
+    masks: dict[str, Tensor] = field(repr=False)
+    node_ids: dict[str, np.ndarray] = field(repr=False)
+    class_names: tuple[str, ...] = field(repr=False)
+    schema: Schema
     _cache: dict[Any, Any] = field(repr=False)
 
     def __init__(
