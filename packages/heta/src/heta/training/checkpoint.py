@@ -16,7 +16,12 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import (
+    FileSystemReader,
+    FileSystemWriter,
+    StorageReader,
+    StorageWriter,
+)
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from heta.rows.store import Table
@@ -37,6 +42,7 @@ def save_checkpoint(
     tables: dict[str, Table],
     progress: dict[str, Any],
     group: Group | None,
+    writer: StorageWriter | None = None,
 ) -> None:
     """Writes a checkpoint; every rank calls it. An earlier one at `path` stays until this is complete.
 
@@ -47,6 +53,7 @@ def save_checkpoint(
         tables: this rank's rows by type.
         progress: numbers and texts, the same on every rank.
         group: all ranks; None for a single process.
+        writer: what writes in place of torch's files.
 
     Raises:
         OSError: the folder cannot be written.
@@ -64,6 +71,9 @@ def save_checkpoint(
             state |= {f"{prefix}.{key}": value for key, value in table.state.items()}
     groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
     state["about"] = _to_bytes({"format": _FORMAT, "groups": groups, **progress})
+    if writer is not None:
+        dcp.save(state, storage_writer=writer, no_dist=group is None)
+        return
     target = Path(path)
     partial = target.with_name(f"{target.name}.partial")
     dcp.save(state, storage_writer=FileSystemWriter(partial), no_dist=group is None)
@@ -81,6 +91,7 @@ def load_checkpoint(
     tables: dict[str, Table],
     group: Group | None,
     graph: str,
+    reader: StorageReader | None = None,
 ) -> dict[str, Any]:
     """Reads a checkpoint into model, optimizer and rows, whatever the parts of the run that wrote it.
 
@@ -89,6 +100,7 @@ def load_checkpoint(
         model, optimizer, tables, group: as of `save_checkpoint`; nothing of them changes if a check
             fails.
         graph: fingerprint of this run's graph.
+        reader: what reads in place of torch's files.
 
     Returns:
         The progress that was saved.
@@ -96,9 +108,10 @@ def load_checkpoint(
     Raises:
         DataError: there is no checkpoint, or it is of another graph or model.
     """
-    if not Path(path, ".metadata").exists():
-        raise DataError(f"{path}: expected a checkpoint, there is none; check the path")
-    reader = FileSystemReader(path)
+    if reader is None:
+        if not Path(path, ".metadata").exists():
+            raise DataError(f"{path}: expected a checkpoint, there is none; check the path")
+        reader = FileSystemReader(path)
     metadata = reader.read_metadata()
     own = _tensors_of(model)
     state: dict[str, Any] = {}

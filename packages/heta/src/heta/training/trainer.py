@@ -18,6 +18,7 @@ from typing import get_args
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
+from torch.distributed.checkpoint import StorageReader, StorageWriter
 
 from heta.graph.part import Part
 from heta.graph.sampler import Batch, check_fanouts, read_seeds
@@ -323,11 +324,15 @@ class Trainer:
         assert self.part.label is not None, "the split has labelled nodes"
         return evaluate_logits(self.predict(seeds, fanouts), self.part.label[seeds])
 
-    def save(self, path: str | os.PathLike[str]) -> None:
+    def save(self, path: str | os.PathLike[str], *, writer: StorageWriter | None = None) -> None:
         """Writes a checkpoint that any number of parts can load; every rank calls it.
 
         It holds parameters, optimizer, learnable rows with their optimizer, and how far the epoch is.
         Random numbers that modules drew are not part of it.
+
+        Args:
+            path: folder to write, replaced once the new one is complete.
+            writer: a storage writer of torch.distributed.checkpoint, which writes where it was told.
 
         Raises:
             OSError: the folder cannot be written.
@@ -341,20 +346,24 @@ class Trainer:
         }
         save_checkpoint(
             path, model=self.model, optimizer=self.optimizer, tables=self.store.tables,
-            progress=progress, group=self.group,
+            progress=progress, group=self.group, writer=writer,
         )  # fmt: skip
 
-    def load(self, path: str | os.PathLike[str]) -> None:
+    def load(self, path: str | os.PathLike[str], *, reader: StorageReader | None = None) -> None:
         """Reads what `save` wrote, also with another number of parts; every rank calls it.
 
         The next `fit_epoch` goes on where the checkpoint left off.
+
+        Args:
+            path: the folder.
+            reader: a storage reader of torch.distributed.checkpoint.
 
         Raises:
             DataError: there is no checkpoint, or it is of another graph, model, seed or batch size.
         """
         about = load_checkpoint(
             path, model=self.model, optimizer=self.optimizer, tables=self.store.tables,
-            group=self.group, graph=self._graph_fingerprint,
+            group=self.group, graph=self._graph_fingerprint, reader=reader,
         )  # fmt: skip
         if about["step"] and (about["seed"], about["batch_size"]) != (self.seed, self.batch_size):
             raise DataError(
