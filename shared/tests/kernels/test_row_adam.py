@@ -38,12 +38,14 @@ def test_steps_are_those_of_sparse_adam():
     assert steps.tolist() == [5, 0, 0, 5, 0, 0, 0, 5, 0, 0, 0, 0]
 
 
-@pytest.mark.parametrize("weight_decay", [0.0, 0.3])
-def test_steps_of_all_rows_are_those_of_adam(weight_decay):
+@pytest.mark.parametrize(
+    ("weight_decay", "betas"), [(0.0, (0.9, 0.999)), (0.3, (0.9, 0.999)), (0.0, (0.0, 0.0))]
+)
+def test_steps_of_all_rows_are_those_of_adam(weight_decay, betas):
     """With torch's bias correction of the root, from which that of SparseAdam differs by its eps."""
     weight, first, second = new_tables()
     theirs = torch.nn.Parameter(weight.clone())
-    adam = torch.optim.Adam([theirs], lr=0.05, eps=0.0, weight_decay=weight_decay)
+    adam = torch.optim.Adam([theirs], lr=0.05, betas=betas, eps=0.0, weight_decay=weight_decay)
     steps, rows = new_steps(), torch.randperm(12)
     for _ in range(6):
         grads = torch.randn(12, 5)
@@ -52,7 +54,7 @@ def test_steps_of_all_rows_are_those_of_adam(weight_decay):
         adam.step()
         row_adam.step(
             weight, first, second, steps, rows, grads,
-            lr=0.05, eps=0.0, weight_decay=weight_decay,
+            lr=0.05, betas=betas, eps=0.0, weight_decay=weight_decay,
         )  # fmt: skip
         torch.testing.assert_close(weight, theirs.detach())
 
@@ -73,6 +75,13 @@ def test_each_row_counts_its_own_steps():
         assert count[row] == steps[row]
     assert all(map(torch.equal, together, alone))
     assert torch.equal(together[0][3:], new_tables()[0][3:])
+
+
+def test_every_form_counts_steps(form):
+    steps, rows = torch.tensor([4, 0, 7], dtype=torch.int32), torch.tensor([2, 0])
+    there = steps.to(form.device, copy=True)
+    counts = form.of("row_adam").count_steps(there, rows.to(form.device))
+    assert (counts.tolist(), there.tolist()) == ([8, 5], [5, 0, 8])
 
 
 def run(form, name, tensors, *scalars):

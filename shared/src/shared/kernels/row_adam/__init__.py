@@ -7,6 +7,8 @@ w -= lr sqrt(1 - beta2^t) / (1 - beta1^t) * m / (sqrt(v) + eps). AdaGrad keeps o
 sum of its gradients' mean squares.
 """
 
+import math
+
 import torch
 from jaxtyping import Float, Int32, Int64
 from torch import Tensor
@@ -60,23 +62,21 @@ def step(
     if not grads.numel():
         return
     with torch.no_grad():
-        counts = steps[rows] + 1
-        steps.index_add_(0, rows, torch.ones_like(counts))
+        form = select("row_adam", weight.device)
+        rows = rows.contiguous()
+        counts = form.count_steps(steps, rows)
         if rows.device.type == "cpu" and not torch.equal(steps[rows], counts):
             steps.index_add_(0, rows, torch.full_like(counts, -1))
             raise DataError(_twice(rows))
-        beta1, beta2 = betas
-        taken = counts.double()
-        rates = lr * (1 - beta2**taken).sqrt() / (1 - beta1**taken)
-        form = select("row_adam", weight.device)
+        fresh1, fresh2 = (_complement(beta, counts) for beta in betas)
         form.step(
             weight,
             exp_avg,
             exp_avg_sq,
-            rows.contiguous(),
+            rows,
             grads.detach().to(weight.dtype).contiguous(),
-            rates.to(weight.dtype),
-            (1 - beta1, 1 - beta2, eps, weight_decay),
+            lr * fresh2.sqrt() / fresh1,
+            (1 - betas[0], 1 - betas[1], eps, weight_decay),
         )
 
 
@@ -123,6 +123,13 @@ def adagrad_step(
             lr,
             eps,
         )
+
+
+def _complement(beta: float, counts: Tensor) -> Tensor:
+    """1 - beta^count, to float32's precision for small counts too."""
+    return (
+        -torch.expm1(counts.float() * math.log(beta)) if beta else torch.ones_like(counts.float())
+    )
 
 
 def _check_table(weight: Tensor, **moments: Tensor) -> None:

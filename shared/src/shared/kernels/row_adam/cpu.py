@@ -7,23 +7,34 @@ Rows lie far apart: those of a few iterations ahead are prefetched, which hides 
 from functools import partial
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from shared.kernels.jit import compiled
 from shared.kernels.rows import over_rows
 from shared.kernels.weight_matmul.vectors import prefetch
 
-__all__ = ["adagrad_step", "step"]
+__all__ = ["adagrad_step", "count_steps", "step"]
 
 # Prefetched bytes of a table: enough to cover the latency, few enough to stay in the cache.
 _AHEAD_BYTES = 2048
 _LINE_BYTES = 64
+_AHEAD_COUNTS = 16
 
 
 @compiled
 def _fetch_row(table, begin, dim):
     for column in range(0, dim, _LINE_BYTES // table.itemsize):
         prefetch(table, begin + column)
+
+
+@compiled
+def _count_steps(steps, rows, counts):
+    for i in range(rows.size):
+        if i + _AHEAD_COUNTS < rows.size:
+            prefetch(steps, rows[i + _AHEAD_COUNTS])
+        counts[i] = steps[rows[i]] + 1
+        steps[rows[i]] = counts[i]
 
 
 @compiled
@@ -74,6 +85,13 @@ def _adagrad_step(weight, totals, rows, grads, lr, eps, start, stop):
         rate = lr / (np.sqrt(total) + eps)
         for j in range(dim):
             weight[row, j] -= grads[i, j] * rate
+
+
+def count_steps(steps: Tensor, rows: Tensor) -> Tensor:
+    """Add 1 to steps[rows], once for each time a row is named; the counts [n] of rows named once."""
+    counts = torch.empty(len(rows), dtype=torch.int32)
+    _count_steps(steps.numpy(), rows.numpy(), counts.numpy())
+    return counts
 
 
 def step(

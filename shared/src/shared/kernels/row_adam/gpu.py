@@ -4,7 +4,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["adagrad_step", "step"]
+from shared.kernels.row_adam.reference import count_steps
+
+__all__ = ["adagrad_step", "count_steps", "step"]
 
 _MAX_COLS = 1024
 

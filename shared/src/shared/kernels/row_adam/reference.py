@@ -1,8 +1,16 @@
 """Adam and row-wise AdaGrad on some rows in plain torch: the definition."""
 
+import torch
 from torch import Tensor
 
-__all__ = ["adagrad_step", "step"]
+__all__ = ["adagrad_step", "count_steps", "step"]
+
+
+def count_steps(steps: Tensor, rows: Tensor) -> Tensor:
+    """Add 1 to steps[rows], once for each time a row is named; the counts [n] of rows named once."""
+    counts = steps[rows] + 1
+    steps.index_add_(0, rows, torch.ones_like(counts))
+    return counts
 
 
 def step(
