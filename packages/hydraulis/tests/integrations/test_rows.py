@@ -207,6 +207,15 @@ def test_a_collator_is_not_given_text_unless_the_trainer_keeps_it():
     assert seen == [["completion_mask", "input_ids"], sorted(row)]
 
 
+def test_comparing_rows_leaves_the_random_numbers_of_training():
+    def collator(rows):
+        return {"input_ids": torch.tensor([rows[0]["input_ids"]]) + torch.randint(2, ())}
+
+    before = torch.get_rng_state()
+    make_rows([{"input_ids": [5, 6]}], collator=collator)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_collators_that_only_pad_are_left_out(tmp_path, tokenizer):
     rows = [{"input_ids": ids, "labels": ids} for ids in make_documents()]
     losses = {

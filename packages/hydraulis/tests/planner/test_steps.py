@@ -82,7 +82,7 @@ def test_ranks_differ_or_wait_with_nothing_where_documents_allow_no_equal_number
     lengths = np.array([5, 10, 6, 8, 10])
     ranks = plan_ranks(lengths, 2, Cost(a=0.0, b=1.0), 10)
     assert sorted(map(len, ranks)) == [2, 3]
-    assert sorted(lengths[sum(parts, [])].sum() for parts in ranks) == [19, 20]
+    assert sorted(sum(lengths[part].sum() for part in parts) for parts in ranks) == [19, 20]
 
 
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=30), st.integers(1, 40))

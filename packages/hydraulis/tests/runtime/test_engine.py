@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed.fsdp import fully_shard
@@ -256,6 +257,16 @@ def test_a_loader_resumes_with_the_same_documents_only(change):
         texts = [texts[1], texts[0], texts[2]]
     with pytest.raises(ConfigError, match=r"digest: expected .* other ones, or in another order"):
         StepLoader(texts, engine, tokens_per_step=4).load_state_dict(state)
+
+
+def test_a_loader_compares_the_lengths_of_all_documents():
+    engine = Engine(make_model("llama"), SGD, max_tokens=64)
+    texts = [b"abc"] * 2000  # more than are read for a digest
+    lengths = np.full(2000, 3)
+    lengths[[0, -1]] = 2, 4  # the total stays
+    state = StepLoader(texts, engine, tokens_per_step=99).state_dict()
+    with pytest.raises(ConfigError, match="digest: expected"):
+        StepLoader(texts, engine, tokens_per_step=99, lengths=lengths).load_state_dict(state)
 
 
 def test_a_loader_reads_states_of_earlier_versions(caplog):

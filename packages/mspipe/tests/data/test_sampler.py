@@ -24,6 +24,7 @@ def test_times_between_whole_ones_see_the_events_before_them(dtype):
         assert torch.equal(getattr(whole, name), getattr(floats, name)), name
     assert whole.starts.diff().tolist() == [0, 1, 1, 3, 3, 3]
     assert whole.dt[0].item() == 0.5
+    assert whole.begin == floats.begin == 5
 
 
 @pytest.mark.parametrize("time", [float("nan"), float("inf"), -float("inf"), 1e19])
