@@ -39,7 +39,7 @@ def test_steps_are_those_of_sparse_adam():
 
 
 @pytest.mark.parametrize(
-    ("weight_decay", "betas"), [(0.0, (0.9, 0.999)), (0.3, (0.9, 0.999)), (0.0, (0.0, 0.0))]
+    ("weight_decay", "betas"), [(0.0, (0.9, 0.999)), (0.3, (0.9, 0.999)), (0.0, (0.0, 0.9))]
 )
 def test_steps_of_all_rows_are_those_of_adam(weight_decay, betas):
     """With torch's bias correction of the root, from which that of SparseAdam differs by its eps."""
