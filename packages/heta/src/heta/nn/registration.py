@@ -83,9 +83,14 @@ def give_shapes(module: nn.Module, src_dim: int, dst_dim: int) -> nn.Module:
             module(x, torch.empty(2, 0, dtype=torch.int64))
             # PyG leaves the bias behind no columns as the memory was.
             for each in module.modules():
-                weight, bias = (getattr(each, name, None) for name in ("weight", "bias"))
-                if isinstance(weight, Tensor) and isinstance(bias, Tensor) and not weight.numel():
-                    bias.zero_()
+                if not _list_shapeless(each):
+                    weight, bias = (getattr(each, name, None) for name in ("weight", "bias"))
+                    if (
+                        isinstance(weight, Tensor)
+                        and isinstance(bias, Tensor)
+                        and not weight.numel()
+                    ):
+                        bias.zero_()
     return module
 
 
