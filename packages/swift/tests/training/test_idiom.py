@@ -1,6 +1,7 @@
 """torch's own backward and step in place of dp.backward: on two ranks, the same bits."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -38,7 +39,7 @@ class Wrapper(torch.optim.Optimizer):
         super().__init__(parameters, {})
         self.inner = torch.optim.SGD(self.param_groups[0]["params"], 0.05)
 
-    def step(self, closure=None):
+    def step(self, closure: Any = None) -> Any:
         return self.inner.step(closure)
 
 
