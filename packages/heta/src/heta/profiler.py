@@ -16,42 +16,44 @@ from shared.kernels.segment import CSR, aggregate
 
 __all__ = ["measure_rates"]
 
-# Sizes of a middling step: large enough that tables do not fit into caches.
-_NUM_NODES = 200_000
-_NUM_ROWS = 20_000
+# A step of middling width.
 _FANOUT = 10
 _WIDTH = 64
 _REPEATS = 5
 
 
-def measure_rates() -> StepRates:
+def measure_rates(num_nodes: int = 200_000, num_rows: int = 20_000) -> StepRates:
     """Measures the rates of one rank with this process's threads, in a few seconds.
 
     What a collective and a step cost besides their work needs ranks: those keep their defaults.
+
+    Args:
+        num_nodes: rows of a table; more than caches hold.
+        num_rows: rows that a step computes.
 
     Returns:
         The rates, each the least of five runs after one that compiles.
     """
     random = torch.Generator().manual_seed(0)
-    indptr = torch.arange(_NUM_NODES + 1) * 2 * _FANOUT
-    ids = torch.randint(_NUM_NODES, (2 * _FANOUT * _NUM_NODES,), generator=random)
-    graph = CSR(indptr, ids.int(), _NUM_NODES)
-    rows = torch.randperm(_NUM_NODES, generator=random)[:_NUM_ROWS]
-    scratch = torch.full((_NUM_NODES,), -1, dtype=torch.int32)
-    table = torch.randn(_NUM_NODES, _WIDTH, generator=random)
+    indptr = torch.arange(num_nodes + 1) * 2 * _FANOUT
+    ids = torch.randint(num_nodes, (2 * _FANOUT * num_nodes,), generator=random)
+    graph = CSR(indptr, ids.int(), num_nodes)
+    rows = torch.randperm(num_nodes, generator=random)[:num_rows]
+    scratch = torch.full((num_nodes,), -1, dtype=torch.int32)
+    table = torch.randn(num_nodes, _WIDTH, generator=random)
 
     def draw() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         starts, entries = sample(graph, rows, _FANOUT, 1)
-        return starts, *relabel(graph.indices[entries].long(), _NUM_NODES, rows[:0], scratch)
+        return starts, *relabel(graph.indices[entries].long(), num_nodes, rows[:0], scratch)
 
     starts, inputs, positions = draw()
     num_edges = len(positions)
     x = table[inputs].requires_grad_()
-    means = torch.randn(_NUM_ROWS, _WIDTH, generator=random)
+    means = torch.randn(num_rows, _WIDTH, generator=random)
     weight = torch.randn(_WIDTH, _WIDTH, generator=random)
-    moments = [torch.zeros_like(table) for _ in range(NUM_MOMENTS)]
-    counts = torch.zeros(_NUM_NODES, dtype=torch.int32)
-    grads = torch.randn(_NUM_ROWS, _WIDTH, generator=random)
+    first, second = torch.zeros_like(table), torch.zeros_like(table)
+    counts = torch.zeros(num_nodes, dtype=torch.int32)
+    grads = torch.randn(num_rows, _WIDTH, generator=random)
     row_bytes = _WIDTH * FLOAT_BYTES
 
     def aggregate_both_ways() -> None:
@@ -60,14 +62,14 @@ def measure_rates() -> StepRates:
         torch.autograd.grad(aggregate(edges.csr, x, reduce="mean"), x, means)
 
     def update() -> None:
-        step(table, *moments, counts, rows, grads, lr=0.01)
+        step(table, first, second, counts, rows, grads, lr=0.01)
 
-    updated_bytes = (1 + NUM_MOMENTS) * _NUM_ROWS * row_bytes
+    updated_bytes = (1 + NUM_MOMENTS) * num_rows * row_bytes
     return StepRates(
         sampled_edge_s=_time(draw) / num_edges,
         gathered_byte_s=_time(lambda: table[inputs]) / (len(inputs) * row_bytes),
         aggregated_byte_s=_time(aggregate_both_ways) / (2 * num_edges * row_bytes),
-        flop_s=_time(lambda: means @ weight) / (2 * _NUM_ROWS * _WIDTH * _WIDTH),
+        flop_s=_time(lambda: means @ weight) / (2 * num_rows * _WIDTH * _WIDTH),
         module_s=_time(_call_module),
         updated_byte_s=_time(update) / updated_bytes,
     )

@@ -63,7 +63,7 @@ def simulate(
     """
     results = []
     for num_hosts in hosts:
-        cluster = link and Cluster.uniform(num_hosts, 1, CPU, network=link)
+        cluster = None if link is None else Cluster.uniform(num_hosts, 1, CPU, network=link)
         # Without a limit, so that what does not fit is predicted too.
         planned = plan(
             schema, layers, num_hosts, fanouts, batch_size, hidden, uses_dst,
@@ -74,8 +74,8 @@ def simulate(
             for each in planned.alternatives
             if memory_bytes is None or each.held_bytes <= memory_bytes
         ]
-        best = min(fitting, key=lambda each: each.step_s, default=None)
-        results.append(SimulatedHosts(num_hosts, best and best.strategy, planned.alternatives))
+        best = min(fitting, key=lambda each: each.step_s).strategy if fitting else None
+        results.append(SimulatedHosts(num_hosts, best, planned.alternatives))
     return results
 
 

@@ -126,7 +126,7 @@ class RootSearch:
         starts = [self._assign_longest_first(weights)]
         starts += self._draw_starts(num_random) if self._num_parts > 1 else []
         results = [
-            search_locally(start, self._num_parts, self._change_costs, self._find_heaviest)
+            search_locally(start, self._num_parts, self.change_costs, self.find_heaviest)
             for start in starts
         ]
         assignment, cost = min(results, key=lambda result: result[1])
@@ -250,11 +250,12 @@ class RootSearch:
             self._cached = key, _Parts(num_units, loads, loads.modules.sum(axis=0))
         return self._cached[1]
 
-    def _find_heaviest(self, assignment: np.ndarray) -> int:
+    def find_heaviest(self, assignment: np.ndarray) -> int:
+        """Finds the part that computes longest."""
         loads = self._parts(assignment).loads
         return int((loads.main_s + loads.sample_s).argmax())
 
-    def _change_costs(self, assignment: np.ndarray, changes: np.ndarray) -> np.ndarray:
+    def change_costs(self, assignment: np.ndarray, changes: np.ndarray) -> np.ndarray:
         """Costs of an assignment with changes [n, 4], of which each alters two parts at most."""
         base = self._parts(assignment)
         unit, target, other, _ = changes.T

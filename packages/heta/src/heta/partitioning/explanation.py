@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 from heta.graph.schema import Relation, name_relation
 from shared.units import format_bytes, format_rate, format_s
-
-if TYPE_CHECKING:
-    from heta.partitioning.plan import PartPlan, Plan
 
 __all__ = ["explain"]
 
@@ -20,11 +17,11 @@ _MAX_NAMES = 6
 _UNEQUAL = 1.25
 
 
-def explain(plan: Plan) -> str:
+def explain(plan: Any) -> str:
     """Describes a plan.
 
     Args:
-        plan: the plan.
+        plan: a `heta.Plan`, which imports this module.
 
     Returns:
         Lines on each part, a table of the strategies, why one was chosen, and what would help.
@@ -50,7 +47,7 @@ def explain(plan: Plan) -> str:
     return "\n".join([*lines, "", *_compare(plan), "", *_advise(plan)])
 
 
-def _choose_parts(plan: Plan) -> list[int]:
+def _choose_parts(plan: Any) -> list[int]:
     """The slowest parts, in order of number; equal copies are described once."""
     if plan.strategy != "raf":
         return [0]
@@ -58,7 +55,7 @@ def _choose_parts(plan: Plan) -> list[int]:
     return sorted(slowest[:_MAX_PARTS])
 
 
-def _describe_part(index: int, part: PartPlan) -> list[str]:
+def _describe_part(index: int, part: Any) -> list[str]:
     roots = [
         f"{name_relation(r)} (share {part.shares[r][0] + 1} of {part.shares[r][1]})"
         if r in part.shares
@@ -88,7 +85,7 @@ def _shorten(names: Iterable[str]) -> str:
     return ", ".join(names[:_MAX_NAMES]) + (f" and {rest} more" if rest > 0 else "")
 
 
-def _compare(plan: Plan) -> list[str]:
+def _compare(plan: Any) -> list[str]:
     lines = [f"{'strategy':<12}{'step':>10}{'computing':>12}{'sent':>12}{'memory':>12}"]
     for each in plan.alternatives:
         mark = "*" if each.strategy == plan.strategy else " "
@@ -123,7 +120,7 @@ def _compare(plan: Plan) -> list[str]:
     return [*lines, f"{reason}, which {' and '.join(causes)}."]
 
 
-def _advise(plan: Plan) -> list[str]:
+def _advise(plan: Any) -> list[str]:
     """What would shorten the step, the largest gain first where it is known."""
     advice = []
     slowest = max(part.compute_s for part in plan.parts)

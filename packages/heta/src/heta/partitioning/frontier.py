@@ -21,7 +21,7 @@ from heta.graph.schema import Relation, Schema
 from heta.partitioning.edge_cut import choose_seeds
 
 __all__ = [
-    "Profile",
+    "BatchProfile",
     "expected_distinct",
     "expected_draws",
     "profile_counts",
@@ -55,7 +55,7 @@ def expected_distinct(draws: float, num_nodes: int) -> float:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Profile:
+class BatchProfile:
     """Expected edges and rows of a batch, hop by hop.
 
     T types, R relations and S roots are numbered as in the schema; C classes group the nodes of a
@@ -113,7 +113,7 @@ class Profile:
 
 def profile_counts(
     schema: Schema, fanouts: Sequence[int], batch_size: float, *, uses_dst: bool
-) -> Profile:
+) -> BatchProfile:
     """Makes a profile of all roots from counts alone.
 
     Degrees are taken for Poisson distributed and sources for uniform, so that a graph of a few much
@@ -146,7 +146,7 @@ def profile_graph(
     *,
     uses_dst: bool,
     fractions: Mapping[Relation, float] | None = None,
-) -> Profile:
+) -> BatchProfile:
     """Makes a profile from a graph: each edge is followed with the probability that it is drawn.
 
     Args:
@@ -294,7 +294,7 @@ def _build(
     sizes: dict[str, np.ndarray],
     draw: _Draw,
     fractions: Mapping[Relation, float] | None,
-) -> Profile:
+) -> BatchProfile:
     types = {kind: number for number, kind in enumerate(schema.types)}
     relations = {relation: number for number, relation in enumerate(schema.relations)}
     roots = {relation: number for number, relation in enumerate(schema.roots)}
@@ -331,7 +331,7 @@ def _build(
         for kind, exponent in hop.exponents.items():
             means = average(kind, exponent)
             rows[number, types[kind]] = (-np.expm1(-means) * class_sizes[types[kind]]).sum()
-    return Profile(
+    return BatchProfile(
         schema=schema,
         batch_size=batch_size,
         uses_dst=uses_dst,

@@ -15,7 +15,7 @@ from heta.partitioning.assignment import RootSearch
 from heta.partitioning.closure import closure, read_types
 from heta.partitioning.edge_cut import assign_owners, choose_seeds
 from heta.partitioning.frontier import (
-    Profile,
+    BatchProfile,
     profile_counts,
     profile_graph,
     reach_probability,
@@ -60,7 +60,7 @@ class PlanRequest:
 
     def profile(
         self, batch_size: float, fractions: Mapping[Relation, float] | None = None
-    ) -> Profile:
+    ) -> BatchProfile:
         """Makes a profile of the graph, or of its counts where there is no graph."""
         if self.graph is None:
             return profile_counts(self.schema, self.fanouts, batch_size, uses_dst=self.uses_dst)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from heta.graph.schema import Schema
-from heta.partitioning.frontier import Profile
+from heta.partitioning.frontier import BatchProfile
 from shared.errors import ConfigError
 
 __all__ = ["FLOAT_BYTES", "ID_BYTES", "NUM_MOMENTS", "Loads", "StepRates", "Workload", "row_bytes"]
@@ -89,7 +89,7 @@ class Workload:
     if destinations are read. Other models take longer by about the same factor on every part.
     """
 
-    def __init__(self, profile: Profile, rates: StepRates, hidden: int) -> None:
+    def __init__(self, profile: BatchProfile, rates: StepRates, hidden: int) -> None:
         """Prepares the coefficients.
 
         Args:
