@@ -126,7 +126,7 @@ def test_merged_parts_have_the_whole_mean_and_its_gradients():
 
     def mean_of_all(x, v):
         weights = reference.edge_softmax(indptr, x)
-        return reference._sum_rows(indptr, weights[..., None] * v)
+        return torch.zeros_like(cotangent).index_add(0, row, weights[..., None] * v)
 
     outcomes = []
     for mean in (mean_of_parts, mean_of_all):

@@ -48,8 +48,8 @@ def merge_all_reduce(
             the rows, and returns one such state. Associative; each row on its own.
         wire: type of floats on the way; None: their own. "bfloat16" and "int8" narrow only tensors
             of 16 or more numbers a row, and send others, such as the maxima of a softmax, in
-            float32. "int8" sends a row as 8-bit codes between its extremes (`kernels.quantize`); a row
-            whose numbers are all equal, infinite too, is exact.
+            float32. "int8" sends a row as 8-bit codes between its extremes; a row whose numbers are
+            all equal, infinite too, is exact, one with some infinities becomes NaN.
         phase: name of the program's phase in the ledger; its open phase when None.
 
     Returns:
@@ -104,7 +104,7 @@ def _rebuild(like: Any, tensors: list[Tensor]) -> Any:
     """The tensors as a state of the same kind: one tensor, a tuple or a named one."""
     if isinstance(like, Tensor):
         return tensors[0]
-    return like._make(tensors) if hasattr(like, "_make") else tuple(tensors)
+    return tuple(tensors) if type(like) is tuple else type(like)(*tensors)
 
 
 def _check_merged(merged: list[Tensor], parts: list[Tensor]) -> None:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from shared.errors import ConfigError
-from shared.kernels.quantize import dequantize, quantize
 
 __all__ = ["RowFormat"]
 
@@ -57,9 +56,8 @@ class _Column:
         if not data.numel():
             return torch.empty(len(data), *self.shape, dtype=self.dtype, device=data.device)
         if self.is_quantized:
-            params = _copy(data[:, :_PARAM_BYTES]).view(torch.float32)
-            codes = data[:, _PARAM_BYTES:].contiguous()
-            rows = dequantize(codes, params, 8, prod(self.shape), dtype=self.dtype)
+            zero, scale = _copy(data[:, :_PARAM_BYTES]).view(torch.float32).split(1, 1)
+            rows = (data[:, _PARAM_BYTES:] * scale + zero).to(self.dtype)
         else:
             rows = data.view(self.sent).to(self.dtype)
         return rows.reshape(len(data), *self.shape)
@@ -114,10 +112,11 @@ def _sent_type(tensor: Tensor, wire: str | None) -> torch.dtype:
 
 
 def _quantize(rows: Tensor) -> Tensor:
-    packed = quantize(rows, 8, key=0, rounding="nearest")
-    low, high = rows.float().aminmax(dim=1)
-    # The kernel knows no infinities; a row of one alone has it as its zero point and no scale.
-    is_infinite = (low == high) & low.isinf()
-    constant = torch.stack([low, torch.zeros_like(low)], 1)
-    params = torch.where(is_infinite[:, None], constant, packed.params)
-    return torch.cat([params.contiguous().view(torch.uint8), packed.data], 1)
+    """Each row's smallest number, the step between codes, and a code from 0 to 255 a number."""
+    rows = rows.float()
+    low, high = rows.aminmax(dim=1, keepdim=True)
+    # A row of one value, infinite or not, is its zero point.
+    scale = torch.where(low == high, 0, (high - low) / 255)
+    codes = ((rows - low) / scale).round().nan_to_num(0).clamp(0, 255)
+    params = torch.cat([low, scale], 1)
+    return torch.cat([params.view(torch.uint8), codes.to(torch.uint8)], 1)

@@ -77,10 +77,22 @@ def step(
     """Update rows by Adam: rates are lr sqrt(1 - beta2^t) / (1 - beta1^t) of each row."""
     dim = weight.shape[1]
     cols = min(_MAX_COLS, triton.next_power_of_2(dim))
-    tables = (tensor.detach() for tensor in (weight, exp_avg, exp_avg_sq))
+    fresh1, fresh2, eps, weight_decay = hyper
     grid = (len(rows), triton.cdiv(dim, cols))
     _step[grid](
-        *tables, rows, grads, rates, dim, *hyper, COLS=cols, num_warps=max(1, min(4, cols // 64))
+        weight.detach(),
+        exp_avg.detach(),
+        exp_avg_sq.detach(),
+        rows,
+        grads,
+        rates,
+        dim,
+        fresh1,
+        fresh2,
+        eps,
+        weight_decay,
+        COLS=cols,
+        num_warps=max(1, min(4, cols // 64)),
     )
 
 
