@@ -276,7 +276,7 @@ MERGES.add("softmax", Softmax, "one softmax over the edges of all relations")
 MERGES.add("stack", Stack, "all relations side by side")
 
 
-def choose_merge(combine: str | Merge) -> Merge:
+def choose_merge(combine: object) -> Merge:
     """Returns the merge of a name, or the one given.
 
     Raises:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from jaxtyping import Int64
 from torch import Tensor
@@ -102,7 +103,7 @@ class Part:
 
     def sample(
         self,
-        seeds: Int64[Tensor, " seeds"] | Sequence[int],
+        seeds: Any,
         fanouts: Sequence[int] | None = None,
         *,
         epoch: int = 0,
@@ -113,7 +114,7 @@ class Part:
         """Samples the layers of a batch over the relations of this part.
 
         Args:
-            seeds: ids of the target type; one that is named twice counts twice.
+            seeds: ids of the target type, a tensor, array or list; one that is named twice counts twice.
             fanouts: most in-edges of a node and relation, the hop next to the seeds first, -1 for
                 all; None takes the plan's.
             epoch, step, seed: name the random draws; parts that are given the same draw alike.

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -212,9 +212,16 @@ def read_part(folder: str | os.PathLike[str], choose: Callable[[int], int]) -> d
                 f"folder again, or write the plan again"
             )
         try:
+            with safe_open(path, "pt") as file:
+                about_file = file.metadata() or {}
             tensors = load_file(path)
         except SafetensorError as error:
             raise DataError(f"{folder}/{name}/{_TENSORS}: cannot be read: {error}") from error
+        if about_file.get("fingerprint") != about["fingerprint"]:
+            raise DataError(
+                f"{folder}/{name}: expected {_TENSORS} of the same plan as {_ABOUT}, "
+                f"{about['fingerprint']}, got {about_file.get('fingerprint')}; copy the folder again"
+            )
     return _assemble(about, tensors)
 
 

@@ -101,7 +101,7 @@ class HeteroModel(nn.Module):
         hidden: int,
         layers: int,
         head: nn.Module | int,
-        combine: str | Merge = "sum",
+        combine: str | Merge | Callable[..., Any] = "sum",
         activation: Callable[[Tensor], Tensor] = torch.relu,
         uses_dst: bool = True,
         self_term: Callable[[int, str, int, int], nn.Module] | None = None,

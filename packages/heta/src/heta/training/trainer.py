@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 from jaxtyping import Float, Int64
@@ -174,17 +174,15 @@ class Trainer:
         own = self._choose_seeds(drawn[: SAMPLED_BATCHES * self.batch_size])
         fill_caches(self.store, self.part, cache, own, self.fanouts, self.seed)
 
-    def backward(
-        self, seeds: Int64[Tensor, " seeds"], *, epoch: int | None = None, step: int | None = None
-    ) -> float:
+    def backward(self, seeds: Any, *, epoch: int | None = None, step: int | None = None) -> float:
         """Computes the mean cross entropy of a batch and its gradients, and updates nothing.
 
         Gradients of parameters are those of one process, on every rank that holds them. Those of
         learnable rows wait for `update`.
 
         Args:
-            seeds: ids of the whole batch over all ranks, the same on every rank. Seeds without a
-                label count for nothing.
+            seeds: ids of the whole batch over all ranks, a tensor, array or list, the same on every
+                rank. One that is named twice counts twice, one without a label for nothing.
             epoch, step: name the random draws; None takes the trainer's own count.
 
         Returns:
@@ -218,7 +216,7 @@ class Trainer:
             self._requests = {}
         self.step_number += 1
 
-    def step(self, seeds: Int64[Tensor, " seeds"]) -> float:
+    def step(self, seeds: Any) -> float:
         """Trains on one batch; the arguments and errors are `backward`'s."""
         loss = self.backward(seeds)
         self.update()
@@ -230,7 +228,7 @@ class Trainer:
         generator = torch.Generator().manual_seed(stream_key(self.seed, self.epoch) >> 1)
         return list(seeds[torch.randperm(len(seeds), generator=generator)].split(self.batch_size))
 
-    def steps(self, batches: Sequence[Int64[Tensor, " seeds"]]) -> Iterator[float]:
+    def steps(self, batches: Sequence[Any]) -> Iterator[float]:
         """Trains on batches one after another, and yields each one's loss.
 
         The next batch is sampled while a step runs. Arguments and errors are `backward`'s.
@@ -280,7 +278,7 @@ class Trainer:
 
     @torch.no_grad()
     def predict(
-        self, seeds: Int64[Tensor, " seeds"], fanouts: Sequence[int] | None = None
+        self, seeds: Any, fanouts: Sequence[int] | None = None
     ) -> Float[Tensor, "seeds classes"]:
         """Computes the logits of any target nodes, on every rank.
 
