@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -9,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from heta.config import RowRule, WireFormat, read_recipe
+from heta.config import RowRule, TrainConfig, WireFormat, read_recipe
 from heta.data.sources import check_graph
 from heta.partitioning.plan import ASSIGNMENTS, STRATEGIES
-from shared.cli import CheckpointOption, DemoOptions, JsonOption, choice, draw_table, run_command
+from shared.cli import CheckpointOption, DemoOptions, JsonOption, choice, run_command
 from shared.errors import ConfigError, DataError
 from shared.files import check_exists, read_json, read_text, write_atomically
 from shared.training.progress import show_progress
@@ -38,8 +39,8 @@ _COUNTS = ".json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Planning(JsonOption):
-    """Options of plans."""
+class _OnGraph(JsonOption):
+    """A graph, and what is trained on it."""
 
     graph: Annotated[str, tyro.conf.Positional]
     """The graph; to plan only, also a .json file of counts that Schema.to_json gives."""
@@ -55,11 +56,48 @@ class _Planning(JsonOption):
     hidden: int = 64
     """Width of hidden and learnable rows."""
     uses_dst: bool = True
-    """Whether modules read their destination's row; without, parts merge once a step."""
-    strategy: str = "auto"
-    """raf, replicate, edge-cut, or auto for the least predicted step."""
+    """Modules do not read their destination's row, and parts merge once a step."""
     assign: Annotated[str, choice(ASSIGNMENTS)] = "time"
     """Rule that assigns relations to hosts: by predicted time, or by size as the paper does."""
+    seed: int = 0
+    """Seed of METIS, which an edge-cut is made by."""
+
+    def __post_init__(self) -> None:
+        """Checks what needs no graph."""
+        if self.fanouts and len(self.fanouts) != self.layers:
+            raise ConfigError(
+                f"fanouts: expected {self.layers}, one a layer, got {len(self.fanouts)}"
+            )
+
+    def read_graph(self) -> HeteroGraph:
+        """Reads the graph; refuses counts."""
+        if self.graph.endswith(_COUNTS):
+            raise ConfigError(f"graph: expected a graph with its edges, got counts, {self.graph}")
+        check_graph(self.graph)
+        from heta.data.sources import read_graph
+
+        with show_progress(f"reading {self.graph}"):
+            return read_graph(self.graph)
+
+    def list_settings(self) -> dict[str, Any]:
+        """The arguments of `plan` but for hosts, network and strategy."""
+        return {
+            "layers": self.layers,
+            "fanouts": self.fanouts or None,
+            "batch_size": self.batch_size,
+            "hidden": self.hidden,
+            "uses_dst": self.uses_dst,
+            "assign": self.assign,
+            "seed": self.seed,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Planning(_OnGraph):
+    """Options of plans."""
+
+    strategy: str = "auto"
+    """raf, replicate, edge-cut, or auto for the least predicted step."""
     network_rate: str = "10Gbit/s"
     """Rate of the slowest link between two hosts."""
     latency_us: float = 50.0
@@ -68,18 +106,13 @@ class _Planning(JsonOption):
     """Memory of each host for edges, features and rows, as 16GiB; by default without a limit."""
     rates: Path | None = None
     """JSON file of this kind of machine's rates, written by `heta profile`."""
-    seed: int = 0
-    """Seed of METIS, which an edge-cut is made by."""
 
     def __post_init__(self) -> None:
         """Checks what needs no graph."""
+        super(_Planning, self).__post_init__()
         if self.strategy != "auto" and self.strategy not in STRATEGIES:
             raise ConfigError(
                 f"strategy: expected one of auto, {', '.join(STRATEGIES)}, got {self.strategy!r}"
-            )
-        if self.fanouts and len(self.fanouts) != self.layers:
-            raise ConfigError(
-                f"fanouts: expected {self.layers}, one a layer, got {len(self.fanouts)}"
             )
         if not self.latency_us >= 0:
             raise ConfigError(f"latency-us: expected 0 or more, got {self.latency_us}")
@@ -87,44 +120,31 @@ class _Planning(JsonOption):
         if self.memory is not None:
             parse_bytes(self.memory)
 
-    def read_source(self) -> HeteroGraph | Schema:
-        """Reads the graph, or counts."""
-        if self.graph.endswith(_COUNTS):
-            record = read_json(self.graph, "counts as Schema.to_json gives them")
-            from heta.graph.schema import Schema
-
-            return Schema.from_json(record)
-        check_graph(self.graph)
-        if self.rates is not None:
-            check_exists(self.rates, "rates that `heta profile` measured")
-        from heta.data.sources import read_graph
-
-        with show_progress(f"reading {self.graph}"):
-            return read_graph(self.graph)
-
     def make_plan(self, graph: HeteroGraph | Schema) -> Plan:
         """Plans for the graph."""
         from heta.partitioning.planner import plan
         from shared.topology import Cluster, Link
         from shared.topology.device import CPU
 
+        rates = None if self.rates is None else _read_rates(self.rates)
         link = Link.from_rate(parse_rate(self.network_rate), self.latency_us / 1e6)
         with show_progress("planning"):
             return plan(
                 graph,
-                layers=self.layers,
                 parts=self.parts,
-                fanouts=self.fanouts or None,
-                batch_size=self.batch_size,
-                hidden=self.hidden,
-                uses_dst=self.uses_dst,
                 strategy=self.strategy,
-                assign=self.assign,
                 cluster=Cluster.uniform(self.parts, 1, CPU, network=link),
-                rates=None if self.rates is None else _read_rates(self.rates),
+                rates=rates,
                 memory_bytes=None if self.memory is None else int(parse_bytes(self.memory)),
-                seed=self.seed,
+                **self.list_settings(),
             )
+
+
+def _read_counts(path: str) -> Schema:
+    record = read_json(path, "counts as Schema.to_json gives them")
+    from heta.graph.schema import Schema
+
+    return Schema.from_json(record)
 
 
 def _read_rates(path: Path) -> StepRates:
@@ -153,7 +173,10 @@ class MakePlan(_Planning):
 
     def execute(self) -> None:
         """Prints the explanation."""
-        plan = self.make_plan(self.read_source())
+        if self.rates is not None:
+            check_exists(self.rates, "rates that `heta profile` measured")
+        is_counts = self.graph.endswith(_COUNTS)
+        plan = self.make_plan(_read_counts(self.graph) if is_counts else self.read_graph())
         if self.out is not None:
             self.out.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(self.out, plan.to_json() + "\n")
@@ -185,12 +208,10 @@ class Partition(_Planning):
         """Writes the folders and says what was written."""
         if self.plan is not None:
             check_exists(self.plan, "a plan that `heta plan --out` wrote")
-        if self.graph.endswith(_COUNTS):
-            raise ConfigError(f"graph: expected a graph with its edges, got counts, {self.graph}")
-        graph = self.read_source()
+        graph = self.read_graph()
         plan = self._choose_plan(graph)
         with show_progress(f"writing {plan.num_parts} parts"):
-            plan.write(graph, self.out)  # pyrefly: ignore
+            plan.write(graph, self.out)
         folders = sorted(path for path in self.out.iterdir() if path.is_dir())
         sizes = {path.name: sum(file.stat().st_size for file in path.iterdir()) for path in folders}
         lines = [f"{self.out}: {plan.strategy} on {plan.num_parts} hosts"]
@@ -198,7 +219,7 @@ class Partition(_Planning):
         record = {"out": str(self.out), "strategy": plan.strategy, "bytes": sizes}
         self.print_result(record, "\n".join(lines))
 
-    def _choose_plan(self, graph: HeteroGraph | Schema) -> Plan:
+    def _choose_plan(self, graph: HeteroGraph) -> Plan:
         if self.plan is None:
             return self.make_plan(graph)
         from heta.partitioning.plan import Plan
@@ -268,48 +289,25 @@ class Train(_OnParts, CheckpointOption):
         settings |= {"fanouts": self.fanouts} if self.fanouts else {}
         config = read_recipe(self.recipe, settings)
         num_ranks = self.count_ranks()
+        from heta.training.jobs.reports import draw_epochs
         from heta.training.jobs.training_run import train
 
         outcome = train(self.folder, config, self.checkpoint, num_ranks, print_epoch)
         if outcome is not None:
             epochs, test = outcome
-            self.print_result({"epochs": epochs, "test": test}, _draw_epochs(epochs, test))
+            self.print_result({"epochs": epochs, "test": test}, draw_epochs(epochs, test))
 
 
 def print_epoch(epoch: dict[str, Any]) -> None:
     """Prints an epoch's loss and scores on stderr, as soon as it ends."""
-    scores = _describe_scores(epoch["val"])
+    from heta.training.jobs.reports import describe_scores
+
+    scores = describe_scores(epoch["val"])
     sys.stderr.write(
         f"epoch {epoch['epoch']}: loss {epoch['loss']:.4f}, {epoch['seconds']:.1f} s"
         f"{', val ' + scores if scores else ''}\n"
     )
     sys.stderr.flush()
-
-
-def _describe_scores(scores: dict[str, Any] | None) -> str:
-    if scores is None:
-        return ""
-    text = f"accuracy {scores['accuracy']:.4f}"
-    if scores["auc"] is not None:
-        text += f", AUROC {scores['auc']:.4f}, AP {scores['average_precision']:.4f}"
-    return text
-
-
-def _draw_epochs(epochs: list[dict[str, Any]], test: dict[str, Any] | None) -> str:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    table = Table("epoch", "loss", "val", "s", "sent by rank 0", box=SIMPLE_HEAD)
-    for epoch in epochs:
-        table.add_row(
-            str(epoch["epoch"]),
-            f"{epoch['loss']:.4f}",
-            _describe_scores(epoch["val"]),
-            f"{epoch['seconds']:.2f}",
-            format_bytes(epoch["sent_bytes"]),
-        )
-    text = draw_table(table).strip("\n ")
-    return text if test is None else f"{text}\ntest: {_describe_scores(test)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -356,6 +354,81 @@ class Predict(_OnParts):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Profile(JsonOption):
+    """Measure what this machine takes for each unit of a step's work, for a few seconds.
+
+    Examples:
+        heta profile --out report/heta/rates.json
+        heta profile --threads 4
+    """
+
+    out: Path | None = None
+    """JSON file to write, for `heta plan --rates`."""
+    threads: int = 1
+    """Threads of a rank."""
+
+    def execute(self) -> None:
+        """Prints the rates, and writes them."""
+        if self.threads < 1:
+            raise ConfigError(f"threads: expected 1 or more, got {self.threads}")
+        import torch
+
+        from heta.profiler import measure_rates
+
+        torch.set_num_threads(self.threads)
+        with show_progress("measuring"):
+            rates = asdict(measure_rates())
+        if self.out is not None:
+            self.out.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(self.out, json.dumps(rates, indent=1) + "\n")
+        self.print_result(rates, "\n".join(f"{name}: {s:.3g}" for name, s in rates.items()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bench(_OnGraph):
+    """Time steps of each strategy in turns on ranks of this machine, beside predicted ones.
+
+    Examples:
+        heta bench flights:late15:60 --turns 3 --no-uses-dst
+        heta bench mag_like:0.01 --rate 100mbit
+    """
+
+    model: str = "rgcn"
+    """As of `heta train`."""
+    turns: int = 5
+    """Timed turns of each strategy; one more warms up."""
+    steps: int = 5
+    """Steps in a turn."""
+    rate: str | None = None
+    """Rate of emulated links, as 100mbit, with each rank on an emulated host (Linux, root); without,
+    ranks use this machine's loopback."""
+
+    def execute(self) -> None:
+        """Prints the table."""
+        if self.parts < 2 or self.turns < 1 or self.steps < 1:
+            raise ConfigError(
+                f"parts, turns, steps: expected 2 or more, 1 or more and 1 or more, got {self.parts}, "
+                f"{self.turns} and {self.steps}"
+            )
+        config = TrainConfig(model=self.model, seed=self.seed)
+        graph = self.read_graph()
+        from heta.training.jobs.comparison import compare_strategies
+        from heta.training.jobs.reports import draw_comparison
+
+        comparison = compare_strategies(
+            graph,
+            config,
+            self.parts,
+            self.list_settings(),
+            turns=self.turns,
+            steps_per_turn=self.steps,
+            rate=self.rate,
+        )
+        record, text = draw_comparison(comparison)
+        self.print_result(record, text)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Demo(DemoOptions):
     """Train flights on two ranks by each strategy, and compare losses, bytes and seconds.
 
@@ -391,6 +464,8 @@ def main(argv: list[str] | None = None) -> int:
             "partition": Partition,
             "train": Train,
             "predict": Predict,
+            "profile": Profile,
+            "bench": Bench,
             "demo": Demo,
         },
         prog="heta",

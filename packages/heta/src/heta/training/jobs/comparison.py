@@ -186,8 +186,9 @@ def compare_in_rank(
             )
         )
         trainer.close()
-    is_alone = group is None or group.world_size == 1
-    return timings, None if is_alone else measure_link(group)
+    if group is None or group.world_size == 1:
+        return timings, None
+    return timings, measure_link(group)
 
 
 def _time_turn(trainer: Trainer, batches: list[torch.Tensor], losses: list[float]) -> float:

@@ -86,16 +86,12 @@ def tabulate(
     rows = np.full((len(selection.nodes), probabilities.shape[1]), np.nan)
     rows[is_known] = probabilities
     top = probabilities.argmax(1)
-    if names.classes:
-        classes = pandas.array([None] * len(rows), dtype=object)
-        classes[is_known] = np.array(names.classes, object)[top]
-    else:
-        classes = pandas.array([pandas.NA] * len(rows), dtype="Int64")
-        classes[is_known] = top
     labels = names.classes or range(rows.shape[1])
+    classes = np.full(len(rows), None, object)
+    classes[is_known] = np.array(labels, object)[top]
     best = np.full(len(rows), np.nan)
     best[is_known] = probabilities.max(1)
-    columns = {"id": selection.ids, "class": classes, "probability": best}
+    columns: dict[str, object] = {"id": selection.ids, "class": classes, "probability": best}
     columns |= {f"p_{label}": rows[:, number] for number, label in enumerate(labels)}
     return pandas.DataFrame(columns)
 
