@@ -209,3 +209,11 @@ def test_nothing_is_widened_on_the_way_and_nan_stays_visible():
     form = RowFormat([mixed], "int8")
     decoded = form.decode(form.encode([mixed]))[0]
     assert decoded.isnan().all(1).tolist() == [False, True, False]
+
+
+def test_codes_are_rounded_to_nearest():
+    rows = torch.randn(50, 30)
+    form = RowFormat([rows], "int8")
+    error = (form.decode(form.encode([rows]))[0] - rows).abs()
+    step = (rows.amax(1) - rows.amin(1)) / 255
+    assert bool((error <= step[:, None] * 0.501).all())
