@@ -63,6 +63,7 @@ SAME_ROLE = {
     "Stage": "consecutive layers of a model on one rank",
     "TimeEncoding": "cosines of a time difference",
     "Timing": "measured seconds of one of several, in turns",
+    "Trainer": "trains a model over ranks",
     "Trace": "what happened in one operation or step, recorded",
     "Workload": "the requests that a plan is made for",
 }
@@ -70,6 +71,7 @@ SAME_ROLE = {
 # Exported class names that mean two things, and what they mean where. They keep their names for
 # those who import them.
 EXPORTED_CLASHES = {
+    "Cache": {"heta": "memory for copies of rows, and how they are chosen"},
     "CheckpointCallback": {"bytecheckpoint": "the callback of Lightning, and that of transformers"},
     "CostModel": {
         "hybridflow": "a model that scores harm, and in `hybridflow.mapping` one of times"

@@ -10,20 +10,26 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from heta.config import RowRule, TrainConfig, WireFormat, read_recipe
-from heta.data.sources import check_graph
-from heta.partitioning.plan import ASSIGNMENTS, STRATEGIES
-from shared.cli import CheckpointOption, DemoOptions, JsonOption, choice, run_command
-from shared.errors import ConfigError, DataError
+from heta.config import (
+    COUNTS,
+    GraphOptions,
+    PlanOptions,
+    RowRule,
+    TrainConfig,
+    WireFormat,
+    read_counts,
+    read_rates,
+    read_recipe,
+)
+from shared.cli import CheckpointOption, DemoOptions, JsonOption, run_command
+from shared.errors import ConfigError
 from shared.files import check_exists, read_json, read_text, write_atomically
 from shared.training.progress import show_progress
 from shared.units import format_bytes, parse_bytes, parse_rate
 
 if TYPE_CHECKING:
     from heta.graph.hetero_graph import HeteroGraph
-    from heta.graph.schema import Schema
     from heta.partitioning.plan import Plan
-    from heta.partitioning.workload import StepRates
 
 __all__ = ["main", "print_epoch"]
 
@@ -35,132 +41,10 @@ a function that returns a HeteroGraph, PyG's HeteroData or a DGL graph.
 
 Exit status: 0 done; 1 failed; 2 wrong usage.
 """
-_COUNTS = ".json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _OnGraph(JsonOption):
-    """A graph, and what is trained on it."""
-
-    graph: Annotated[str, tyro.conf.Positional]
-    """The graph; to plan only, also a .json file of counts that Schema.to_json gives."""
-    parts: int = 2
-    """Number of hosts."""
-    layers: int = 2
-    """Layers of the model."""
-    fanouts: tuple[int, ...] = ()
-    """In-edges drawn of a node and relation, the hop next to the seeds first, -1 for all; by default
-    10 in each layer."""
-    batch_size: int = 2048
-    """Seeds of a step over all hosts."""
-    hidden: int = 64
-    """Width of hidden and learnable rows."""
-    uses_dst: bool = True
-    """Modules do not read their destination's row, and parts merge once a step."""
-    assign: Annotated[str, choice(ASSIGNMENTS)] = "time"
-    """Rule that assigns relations to hosts: by predicted time, or by size as the paper does."""
-    seed: int = 0
-    """Seed of METIS, which an edge-cut is made by."""
-
-    def __post_init__(self) -> None:
-        """Checks what needs no graph."""
-        if self.fanouts and len(self.fanouts) != self.layers:
-            raise ConfigError(
-                f"fanouts: expected {self.layers}, one a layer, got {len(self.fanouts)}"
-            )
-
-    def read_graph(self) -> HeteroGraph:
-        """Reads the graph; refuses counts."""
-        if self.graph.endswith(_COUNTS):
-            raise ConfigError(f"graph: expected a graph with its edges, got counts, {self.graph}")
-        check_graph(self.graph)
-        from heta.data.sources import read_graph
-
-        with show_progress(f"reading {self.graph}"):
-            return read_graph(self.graph)
-
-    def list_settings(self) -> dict[str, Any]:
-        """The arguments of `plan` but for hosts, network and strategy."""
-        return {
-            "layers": self.layers,
-            "fanouts": self.fanouts or None,
-            "batch_size": self.batch_size,
-            "hidden": self.hidden,
-            "uses_dst": self.uses_dst,
-            "assign": self.assign,
-            "seed": self.seed,
-        }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Planning(_OnGraph):
-    """Options of plans."""
-
-    strategy: str = "auto"
-    """raf, replicate, edge-cut, or auto for the least predicted step."""
-    network_rate: str = "10Gbit/s"
-    """Rate of the slowest link between two hosts."""
-    latency_us: float = 50.0
-    """Microseconds that a message takes at least."""
-    memory: str | None = None
-    """Memory of each host for edges, features and rows, as 16GiB; by default without a limit."""
-    rates: Path | None = None
-    """JSON file of this kind of machine's rates, written by `heta profile`."""
-
-    def __post_init__(self) -> None:
-        """Checks what needs no graph."""
-        super(_Planning, self).__post_init__()
-        if self.strategy != "auto" and self.strategy not in STRATEGIES:
-            raise ConfigError(
-                f"strategy: expected one of auto, {', '.join(STRATEGIES)}, got {self.strategy!r}"
-            )
-        if not self.latency_us >= 0:
-            raise ConfigError(f"latency-us: expected 0 or more, got {self.latency_us}")
-        parse_rate(self.network_rate)
-        if self.memory is not None:
-            parse_bytes(self.memory)
-
-    def make_plan(self, graph: HeteroGraph | Schema) -> Plan:
-        """Plans for the graph."""
-        from heta.partitioning.planner import plan
-        from shared.topology import Cluster, Link
-        from shared.topology.device import CPU
-
-        rates = None if self.rates is None else _read_rates(self.rates)
-        link = Link.from_rate(parse_rate(self.network_rate), self.latency_us / 1e6)
-        with show_progress("planning"):
-            return plan(
-                graph,
-                parts=self.parts,
-                strategy=self.strategy,
-                cluster=Cluster.uniform(self.parts, 1, CPU, network=link),
-                rates=rates,
-                memory_bytes=None if self.memory is None else int(parse_bytes(self.memory)),
-                **self.list_settings(),
-            )
-
-
-def _read_counts(path: str) -> Schema:
-    record = read_json(path, "counts as Schema.to_json gives them")
-    from heta.graph.schema import Schema
-
-    return Schema.from_json(record)
-
-
-def _read_rates(path: Path) -> StepRates:
-    from heta.partitioning.workload import StepRates
-
-    record = read_json(path, "rates that `heta profile` measured")
-    try:
-        return StepRates(**record)
-    except TypeError as error:
-        raise DataError(
-            f"{path}: expected rates that `heta profile` measured, got {error}; measure them again"
-        ) from error
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MakePlan(_Planning):
+class MakePlan(PlanOptions):
     """Say which strategy is fastest for a graph, and what each sends, holds and takes.
 
     Examples:
@@ -175,8 +59,8 @@ class MakePlan(_Planning):
         """Prints the explanation."""
         if self.rates is not None:
             check_exists(self.rates, "rates that `heta profile` measured")
-        is_counts = self.graph.endswith(_COUNTS)
-        plan = self.make_plan(_read_counts(self.graph) if is_counts else self.read_graph())
+        is_counts = self.graph.endswith(COUNTS)
+        plan = self.make_plan(read_counts(self.graph) if is_counts else self.read_graph())
         if self.out is not None:
             self.out.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(self.out, plan.to_json() + "\n")
@@ -191,7 +75,7 @@ class MakePlan(_Planning):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Partition(_Planning):
+class Partition(PlanOptions):
     """Write each host's folder: its relations' edges, features, labels and masks.
 
     Examples:
@@ -385,7 +269,66 @@ class Profile(JsonOption):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bench(_OnGraph):
+class Simulate(JsonOption):
+    """Predict steps on many hosts from counts alone: a table of the strategies by number of hosts.
+
+    Examples:
+        heta simulate mag240m --hosts 4 16 64
+        heta simulate igb-het --network-rate 25Gbit/s --memory 256GiB
+    """
+
+    counts: Annotated[str, tyro.conf.Positional]
+    """mag240m or igb-het as published, or a .json file that Schema.to_json gives."""
+    hosts: tuple[int, ...] = (4, 8, 16, 32, 64)
+    """Numbers of hosts."""
+    layers: int = 2
+    """Layers of the model."""
+    batch_size: int = 2048
+    """Seeds of a step over all hosts."""
+    hidden: int = 64
+    """Width of hidden and learnable rows."""
+    uses_dst: bool = False
+    """Modules read their destination's row."""
+    network_rate: str = "10Gbit/s"
+    """Rate of the slowest link between two hosts."""
+    memory: str | None = None
+    """Memory of each host, as 256GiB; by default without a limit."""
+    rates: Path | None = None
+    """JSON file of this kind of machine's rates, written by `heta profile`."""
+
+    def execute(self) -> None:
+        """Prints the table."""
+        if self.counts.endswith(COUNTS):
+            check_exists(self.counts, "counts as Schema.to_json gives them")
+        if self.rates is not None:
+            check_exists(self.rates, "rates that `heta profile` measured")
+        from heta.simulator import PUBLISHED, format_table, simulate
+        from shared.topology import Link
+
+        is_file = self.counts.endswith(COUNTS)
+        schema = read_counts(self.counts) if is_file else PUBLISHED.get(self.counts)()
+        results = simulate(
+            schema,
+            self.hosts,
+            rates=None if self.rates is None else read_rates(self.rates),
+            link=Link.from_rate(parse_rate(self.network_rate), 5e-5),
+            layers=self.layers,
+            batch_size=self.batch_size,
+            hidden=self.hidden,
+            uses_dst=self.uses_dst,
+            memory_bytes=None if self.memory is None else int(parse_bytes(self.memory)),
+        )
+        record = [
+            {"hosts": each.hosts, "strategy": each.strategy}
+            | {"forecasts": [asdict(forecast) for forecast in each.forecasts]}
+            for each in results
+        ]
+        title = f"Steps at {self.counts}'s counts, simulated, {self.network_rate} between hosts"
+        self.print_result({"hosts": record}, format_table(results, title))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bench(GraphOptions):
     """Time steps of each strategy in turns on ranks of this machine, beside predicted ones.
 
     Examples:
@@ -465,6 +408,7 @@ def main(argv: list[str] | None = None) -> int:
             "train": Train,
             "predict": Predict,
             "profile": Profile,
+            "simulate": Simulate,
             "bench": Bench,
             "demo": Demo,
         },

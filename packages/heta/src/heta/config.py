@@ -1,4 +1,4 @@
-"""Settings of a training: the same dataclass in Python, in a YAML recipe and on the command line."""
+"""Settings: of a training, in Python, a YAML recipe or the command line, and options of graph and plan."""
 
 from __future__ import annotations
 
@@ -8,16 +8,40 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
+import tyro
 import yaml
 
+from heta.data.sources import check_graph
 from heta.nn.registry import check_model
-from shared.errors import ConfigError
-from shared.files import read_text
-from shared.units import parse_bytes
+from heta.partitioning.plan import ASSIGNMENTS, STRATEGIES
+from shared.cli import JsonOption, choice
+from shared.errors import ConfigError, DataError
+from shared.files import read_json, read_text
+from shared.training.progress import show_progress
+from shared.units import parse_bytes, parse_rate
 
-__all__ = ["RowRule", "TrainConfig", "WireFormat", "read_recipe"]
+if TYPE_CHECKING:
+    from heta.graph.hetero_graph import HeteroGraph
+    from heta.graph.schema import Schema
+    from heta.partitioning.plan import Plan
+    from heta.partitioning.workload import StepRates
+
+__all__ = [
+    "COUNTS",
+    "GraphOptions",
+    "PlanOptions",
+    "RowRule",
+    "TrainConfig",
+    "WireFormat",
+    "read_counts",
+    "read_rates",
+    "read_recipe",
+]
+
+COUNTS = ".json"
+"""Suffix of a file of counts."""
 
 _WORDS = {"int": "a whole number", "float": "a number", "list": "a list of whole numbers"}
 
@@ -143,3 +167,134 @@ def _read_value(value: Any, kind: str, key: str) -> Any:
     if kind not in _WORDS and isinstance(value, str):
         return value
     raise ConfigError(f"{key}: expected {_WORDS.get(kind, 'a text')}, got {value!r}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphOptions(JsonOption):
+    """A graph, and what is trained on it."""
+
+    graph: Annotated[str, tyro.conf.Positional]
+    """The graph; to plan only, also a .json file of counts that Schema.to_json gives."""
+    parts: int = 2
+    """Number of hosts."""
+    layers: int = 2
+    """Layers of the model."""
+    fanouts: tuple[int, ...] = ()
+    """In-edges drawn of a node and relation, the hop next to the seeds first, -1 for all; by default
+    10 in each layer."""
+    batch_size: int = 2048
+    """Seeds of a step over all hosts."""
+    hidden: int = 64
+    """Width of hidden and learnable rows."""
+    uses_dst: bool = True
+    """Modules do not read their destination's row, and parts merge once a step."""
+    assign: Annotated[str, choice(ASSIGNMENTS)] = "time"
+    """Rule that assigns relations to hosts: by predicted time, or by size as the paper does."""
+    seed: int = 0
+    """Seed of METIS, which an edge-cut is made by."""
+
+    def __post_init__(self) -> None:
+        """Checks what needs no graph."""
+        if self.fanouts and len(self.fanouts) != self.layers:
+            raise ConfigError(
+                f"fanouts: expected {self.layers}, one a layer, got {len(self.fanouts)}"
+            )
+
+    def read_graph(self) -> HeteroGraph:
+        """Reads the graph; refuses counts."""
+        if self.graph.endswith(COUNTS):
+            raise ConfigError(f"graph: expected a graph with its edges, got counts, {self.graph}")
+        check_graph(self.graph)
+        from heta.data.sources import read_graph
+
+        with show_progress(f"reading {self.graph}"):
+            return read_graph(self.graph)
+
+    def list_settings(self) -> dict[str, Any]:
+        """The arguments of `plan` but for hosts, network and strategy."""
+        return {
+            "layers": self.layers,
+            "fanouts": self.fanouts or None,
+            "batch_size": self.batch_size,
+            "hidden": self.hidden,
+            "uses_dst": self.uses_dst,
+            "assign": self.assign,
+            "seed": self.seed,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOptions(GraphOptions):
+    """Options of plans."""
+
+    strategy: str = "auto"
+    """raf, replicate, edge-cut, or auto for the least predicted step."""
+    network_rate: str = "10Gbit/s"
+    """Rate of the slowest link between two hosts."""
+    latency_us: float = 50.0
+    """Microseconds that a message takes at least."""
+    memory: str | None = None
+    """Memory of each host for edges, features and rows, as 16GiB; by default without a limit."""
+    rates: Path | None = None
+    """JSON file of this kind of machine's rates, written by `heta profile`."""
+
+    def __post_init__(self) -> None:
+        """Checks what needs no graph."""
+        super(PlanOptions, self).__post_init__()
+        if self.strategy != "auto" and self.strategy not in STRATEGIES:
+            raise ConfigError(
+                f"strategy: expected one of auto, {', '.join(STRATEGIES)}, got {self.strategy!r}"
+            )
+        if not self.latency_us >= 0:
+            raise ConfigError(f"latency-us: expected 0 or more, got {self.latency_us}")
+        parse_rate(self.network_rate)
+        if self.memory is not None:
+            parse_bytes(self.memory)
+
+    def make_plan(self, graph: HeteroGraph | Schema) -> Plan:
+        """Plans for the graph."""
+        from heta.partitioning.planner import plan
+        from shared.topology import Cluster, Link
+        from shared.topology.device import CPU
+
+        rates = None if self.rates is None else read_rates(self.rates)
+        link = Link.from_rate(parse_rate(self.network_rate), self.latency_us / 1e6)
+        with show_progress("planning"):
+            return plan(
+                graph,
+                parts=self.parts,
+                strategy=self.strategy,
+                cluster=Cluster.uniform(self.parts, 1, CPU, network=link),
+                rates=rates,
+                memory_bytes=None if self.memory is None else int(parse_bytes(self.memory)),
+                **self.list_settings(),
+            )
+
+
+def read_counts(path: str) -> Schema:
+    """Reads counts.
+
+    Raises:
+        DataError: the file is missing or has no counts.
+    """
+    record = read_json(path, "counts as Schema.to_json gives them")
+    from heta.graph.schema import Schema
+
+    return Schema.from_json(record)
+
+
+def read_rates(path: Path) -> StepRates:
+    """Reads rates that `heta profile` wrote.
+
+    Raises:
+        DataError: the file is missing or has no rates.
+    """
+    from heta.partitioning.workload import StepRates
+
+    record = read_json(path, "rates that `heta profile` measured")
+    try:
+        return StepRates(**record)
+    except TypeError as error:
+        raise DataError(
+            f"{path}: expected rates that `heta profile` measured, got {error}; measure them again"
+        ) from error

@@ -14,7 +14,7 @@ from typing import Any
 
 from heta.config import TrainConfig
 from heta.data.nycflights import flights
-from heta.training.jobs.comparison import Comparison, compare_strategies
+from heta.training.jobs.comparison import StrategyComparison, compare_strategies
 from shared.claims import Claim, finish, pair_turns
 from shared.comms import netlab
 from shared.training.pictures import new_picture, save_picture
@@ -79,7 +79,7 @@ def run(out: Path, *, is_full: bool) -> bool:
     return finish(out, "heta", claims, figures)
 
 
-def compare(size: Size, rate: str | None) -> Comparison:
+def compare(size: Size, rate: str | None) -> StrategyComparison:
     """Trains flights by each strategy on two ranks, and in one process.
 
     Args:
@@ -100,7 +100,7 @@ def compare(size: Size, rate: str | None) -> Comparison:
     )
 
 
-def claim(comparison: Comparison, size: Size, *, is_networked: bool) -> list[Claim]:
+def claim(comparison: StrategyComparison, size: Size, *, is_networked: bool) -> list[Claim]:
     """Makes the demo's claims.
 
     Args:
@@ -184,7 +184,7 @@ def _worst(losses: list[float], wanted: list[float]) -> float:
     return max(abs(a - b) / abs(b) for a, b in zip(losses, wanted, strict=True))
 
 
-def _draw(comparison: Comparison, title: str, path: Path) -> None:
+def _draw(comparison: StrategyComparison, title: str, path: Path) -> None:
     """Bars of bytes and seconds by strategy, predicted beside measured."""
     names = list(comparison.timings)
     figure = new_picture(4.6)

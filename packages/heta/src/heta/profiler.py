@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from heta.graph.edges import Edges
+from heta.graph.edges import RelationEdges
 from heta.partitioning.workload import FLOAT_BYTES, NUM_MOMENTS, StepRates
 from shared.kernels.neighbors import relabel, sample
 from shared.kernels.row_adam import step
@@ -58,7 +58,7 @@ def measure_rates(num_nodes: int = 200_000, num_rows: int = 20_000) -> StepRates
 
     def aggregate_both_ways() -> None:
         # Made anew, as in each step: the way back transposes the edges.
-        edges = Edges(starts, positions, len(inputs))
+        edges = RelationEdges(starts, positions, len(inputs))
         torch.autograd.grad(aggregate(edges.csr, x, reduce="mean"), x, means)
 
     def update() -> None:
@@ -77,7 +77,7 @@ def measure_rates(num_nodes: int = 200_000, num_rows: int = 20_000) -> StepRates
 
 def _call_module() -> None:
     """Runs one relation's mean and product on one row, both ways, and their optimizer."""
-    edges = Edges(torch.tensor([0, 1]), torch.tensor([0]), 1)
+    edges = RelationEdges(torch.tensor([0, 1]), torch.tensor([0]), 1)
     linear = nn.Linear(_WIDTH, _WIDTH)
     optimizer = torch.optim.Adam(linear.parameters())
     x = torch.zeros(1, _WIDTH, requires_grad=True)

@@ -5,7 +5,7 @@ import torch
 
 from heta.rows.optimizers import RowAdagrad, RowAdam
 from heta.rows.owners import MappedOwners, ModuloOwners
-from heta.rows.store import RowStore, Table, initial_rows
+from heta.rows.store import InputRows, Table, initial_rows
 from shared.errors import ConfigError
 
 
@@ -39,7 +39,7 @@ def make_store(optimizer, dim=3, rows=10):
     table = torch.randn(rows, dim)
     owners = ModuloOwners(0, 1)
     tables = {"a": Table(table.clone(), owners, True, rows, optimizer.new_state(table))}
-    return table, RowStore(tables, optimizer, None)
+    return table, InputRows(tables, optimizer, None)
 
 
 def test_row_adam_is_adam_on_rows_that_are_always_touched():

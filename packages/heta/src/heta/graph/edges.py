@@ -8,11 +8,11 @@ from torch import Tensor
 
 from shared.kernels.segment import CSR
 
-__all__ = ["Edges"]
+__all__ = ["RelationEdges"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Edges:
+class RelationEdges:
     """Edges by position: sources in a list of rows, destinations in another, sorted by destination.
 
     Attributes:

@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from heta.graph.edges import Edges
+from heta.graph.edges import RelationEdges
 from heta.graph.layers import list_active_relations
 from heta.graph.schema import Relation, Schema
 from shared.errors import ConfigError, DataError
@@ -23,7 +23,7 @@ from shared.kernels.neighbors import relabel, sample
 from shared.kernels.philox import stream_key
 from shared.kernels.segment import CSR
 
-__all__ = ["Batch", "Layer", "SeedEdges", "check_fanouts", "read_seeds", "sample_batch"]
+__all__ = ["Batch", "LayerBlock", "SeedEdges", "check_fanouts", "read_seeds", "sample_batch"]
 
 
 @runtime_checkable
@@ -48,12 +48,12 @@ class SeedEdges:
         rows: positions among the batch's seeds, ascending.
     """
 
-    edges: Edges
+    edges: RelationEdges
     rows: Int64[Tensor, " rows"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Layer:
+class LayerBlock:
     """What one layer of the model computes.
 
     Attributes:
@@ -65,7 +65,7 @@ class Layer:
 
     number: int
     seed_edges: dict[Relation, SeedEdges]
-    edges: dict[Relation, Edges]
+    edges: dict[Relation, RelationEdges]
     nodes: dict[str, Int64[Tensor, " nodes"]]
 
 
@@ -80,7 +80,7 @@ class Batch:
     """
 
     seeds: Int64[Tensor, " seeds"]
-    layers: tuple[Layer, ...]
+    layers: tuple[LayerBlock, ...]
     inputs: dict[str, Int64[Tensor, " nodes"]]
 
     @property
@@ -156,7 +156,7 @@ def sample_batch(
     number_of = {relation: i for i, relation in enumerate(schema.relations)}
     empty = seeds[:0]
     nodes: dict[str, Tensor] = {}
-    layers: list[Layer] = []
+    layers: list[LayerBlock] = []
     for number, fanout in zip(range(len(fanouts), 0, -1), fanouts, strict=True):
         relations = active[number - 1]
         keys = {r: stream_key(seed, epoch, step, number, number_of[r]) for r in relations}
@@ -185,14 +185,14 @@ def sample_batch(
                 below[node_type] = ids
                 positions[node_type] = iter(position.split([len(src) for src in sources]))
         seed_edges = {
-            r: SeedEdges(Edges(indptr, next(positions[r[0]]), len(below[r[0]])), shares[r])
+            r: SeedEdges(RelationEdges(indptr, next(positions[r[0]]), len(below[r[0]])), shares[r])
             for r, (indptr, _) in into_seeds.items()
         }
         frontier = {
-            r: Edges(indptr, next(positions[r[0]]), len(below[r[0]]))
+            r: RelationEdges(indptr, next(positions[r[0]]), len(below[r[0]]))
             for r, (indptr, _) in into_frontier.items()
         }
-        layers.append(Layer(number, seed_edges, frontier, nodes))
+        layers.append(LayerBlock(number, seed_edges, frontier, nodes))
         nodes = below
     return Batch(seeds, tuple(reversed(layers)), nodes)
 

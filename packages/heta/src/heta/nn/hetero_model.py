@@ -16,23 +16,23 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from heta.combine import Merge, choose_merge
-from heta.graph.edges import Edges
+from heta.graph.edges import RelationEdges
 from heta.graph.layers import list_active_relations
 from heta.graph.part import Part
-from heta.graph.sampler import Batch, Layer
+from heta.graph.sampler import Batch, LayerBlock
 from heta.graph.schema import Relation
 from heta.nn.registration import Registered, give_shapes, register_modules
 from heta.nn.relation_input import RelationInput
 from shared.errors import ConfigError
 
-__all__ = ["Exchange", "HeteroModel", "LocalExchange"]
+__all__ = ["HeteroModel", "LocalExchange", "MergeExchange"]
 
 Conv = Callable[[int, Relation, int, int, int], nn.Module]
 Call = Callable[..., Tensor]
 
 
 @runtime_checkable
-class Exchange(Protocol):
+class MergeExchange(Protocol):
     """How the parts' states of the seeds become one."""
 
     def merge(self, number: int, merge: Merge, state: Any, previous: Tensor | None) -> Any:
@@ -210,7 +210,7 @@ class HeteroModel(nn.Module):
         batch: Batch,
         inputs: Mapping[str, Tensor],
         seed_rows: Tensor | None = None,
-        exchange: Exchange | None = None,
+        exchange: MergeExchange | None = None,
     ) -> Tensor:
         """Computes the seeds' logits.
 
@@ -266,7 +266,7 @@ class HeteroModel(nn.Module):
 
     def _frontier_rows(
         self,
-        layer: Layer,
+        layer: LayerBlock,
         node_type: str,
         rows: Mapping[str, Tensor],
         sources: Mapping[str, Tensor],
@@ -291,11 +291,11 @@ class HeteroModel(nn.Module):
 
     def _seed_rows(
         self,
-        layer: Layer,
+        layer: LayerBlock,
         batch: Batch,
         sources: Mapping[str, Tensor],
         seeds: Tensor | None,
-        exchange: Exchange,
+        exchange: MergeExchange,
     ) -> Tensor:
         target, number, num_rows = self.schema.target, layer.number, len(batch.seeds)
         slots = self.slots(number, target)
@@ -352,7 +352,7 @@ class HeteroModel(nn.Module):
         empty = x_dst.new_empty(0, self.dims[number - 1][relation[0]])
         x_src = self.project_sources(number, {relation[0]: empty})[relation[0]]
         none = torch.empty(0, dtype=torch.int64, device=x_dst.device)
-        edges = Edges(none.new_zeros(1), none, 0)
+        edges = RelationEdges(none.new_zeros(1), none, 0)
         slot, module = (
             self.slots(number, self.schema.target)[relation],
             self.module(number, relation),

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from heta.graph.edges import Edges
+from heta.graph.edges import RelationEdges
 from heta.graph.part import Part
 from heta.graph.schema import Relation
 from heta.nn.hetero_model import Call, HeteroModel
@@ -36,7 +36,7 @@ class RelationAttention(nn.Module):
             for head in weight:
                 nn.init.xavier_uniform_(head.data)
 
-    def forward(self, rows: tuple[Tensor, Tensor], edges: Edges) -> tuple[Tensor, Tensor]:
+    def forward(self, rows: tuple[Tensor, Tensor], edges: RelationEdges) -> tuple[Tensor, Tensor]:
         """Returns logits [edges, heads] and values [edges, heads, dim]."""
         x_src, x_dst = rows
         keys, values = x_src.unflatten(1, (2, self.heads, -1)).unbind(1)
@@ -47,7 +47,7 @@ class RelationAttention(nn.Module):
         return logits / keys.shape[2] ** 0.5, values[edges.src]
 
 
-class Output(nn.Module):
+class TypeOutput(nn.Module):
     """GELU, a linear layer, and a learned share of the node's own row where widths agree."""
 
     def __init__(self, in_dim: int, hidden: int) -> None:
@@ -91,7 +91,7 @@ class HGT(HeteroModel):
         # All types' are made on every part, in one order: random initial values agree.
         self.keys_values = self._by_type(lambda in_dim: nn.Linear(in_dim, 2 * hidden))
         self.queries = self._by_type(lambda in_dim: nn.Linear(in_dim, hidden))
-        self.outputs = self._by_type(lambda in_dim: Output(in_dim, hidden))
+        self.outputs = self._by_type(lambda in_dim: TypeOutput(in_dim, hidden))
 
     def _by_type(self, make: Callable[[int], nn.Module]) -> nn.ModuleList:
         """A module for each layer and type, by the type's number."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from heta.combine import Merge, check_outputs
-from heta.graph.edges import Edges
+from heta.graph.edges import RelationEdges
 from heta.graph.schema import Relation, name_relation
 
 __all__ = ["RelationInput"]
@@ -34,7 +34,7 @@ class RelationInput:
     module: nn.Module
     x_src: Tensor
     x_dst: Tensor
-    edges: Edges | None
+    edges: RelationEdges | None
     rows: Tensor | None
 
     def call(self, merge: Merge, width: int) -> tuple[Any, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from heta.graph.edges import Edges
+from heta.graph.edges import RelationEdges
 from heta.graph.part import Part
 from heta.graph.schema import Relation
 from heta.nn.hetero_model import HeteroModel
@@ -40,7 +40,7 @@ class AttentionConv(nn.Module):
         for weight in self.parameters():
             nn.init.xavier_uniform_(weight)
 
-    def forward(self, rows: tuple[Tensor, Tensor], edges: Edges) -> Tensor:
+    def forward(self, rows: tuple[Tensor, Tensor], edges: RelationEdges) -> Tensor:
         """Returns a row for each destination, 0 without edges."""
         x_src, x_dst = rows
         values = self.src(x_src).unflatten(1, (self.heads, -1))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from heta.combine import Sum
-from heta.graph.edges import Edges
+from heta.graph.edges import RelationEdges
 from heta.graph.part import Part
 from heta.graph.schema import Relation
 from heta.nn.hetero_model import HeteroModel
@@ -31,7 +31,7 @@ class MeanConv(nn.Module):
         self.weight = nn.Parameter(torch.empty(src_dim, out_dim))
         nn.init.xavier_uniform_(self.weight)
 
-    def forward(self, rows: tuple[Tensor, Tensor], edges: Edges) -> Tensor:
+    def forward(self, rows: tuple[Tensor, Tensor], edges: RelationEdges) -> Tensor:
         """Returns a row for each destination."""
         return aggregate(edges.csr, rows[0], reduce="mean") @ self.weight
 

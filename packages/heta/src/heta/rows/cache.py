@@ -21,7 +21,7 @@ from shared.kernels.gather import gather
 from shared.registry import Registry
 from shared.units import parse_bytes
 
-__all__ = ["CACHE_POLICIES", "Cache", "RowCache", "fill_cache"]
+__all__ = ["CACHE_POLICIES", "Cache", "RemoteRowCache", "fill_cache"]
 
 Policy = Callable[
     [Mapping[str, Tensor], Mapping[str, float], Mapping[str, int], int], dict[str, Tensor]
@@ -175,7 +175,7 @@ CACHE_POLICIES.add("hotness", _fill_by_hotness, "the most accessed rows, whateve
 CACHE_POLICIES.add("uniform", _fill_uniformly, "the same share of each type's rows")
 
 
-class RowCache:
+class RemoteRowCache:
     """Copies of some of one type's rows.
 
     Args:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from heta.rows.cache import RowCache
+from heta.rows.cache import RemoteRowCache
 from heta.rows.optimizers import RowOptimizer
 from heta.rows.owners import Owners
 from shared.comms import Group, all_gather, all_to_all_v
@@ -21,7 +21,7 @@ from shared.kernels.gather import gather
 from shared.kernels.neighbors import relabel
 from shared.kernels.philox import stream_key
 
-__all__ = ["Request", "RowStore", "Table", "initial_rows"]
+__all__ = ["InputRows", "RowRequest", "Table", "initial_rows"]
 
 _CHUNK = 65_536
 
@@ -45,11 +45,11 @@ class Table:
     is_learnable: bool
     num_nodes: int
     state: dict[str, Tensor] = field(default_factory=dict)
-    cache: RowCache | None = None
+    cache: RemoteRowCache | None = None
 
 
 @dataclass(slots=True, eq=False)
-class Request:
+class RowRequest:
     """Rows of one type that a batch reads.
 
     Attributes:
@@ -81,7 +81,7 @@ def initial_rows(ids: Tensor, dim: int, seed: int, number: int) -> Tensor:
     return rows.mul_(dim**-0.5)
 
 
-class RowStore:
+class InputRows:
     """The rows that this rank's batches read.
 
     Args:
@@ -115,21 +115,21 @@ class RowStore:
 
     def read(
         self, wanted: Mapping[str, Tensor], *, with_gradients: bool = True
-    ) -> dict[str, Request]:
+    ) -> dict[str, RowRequest]:
         """Reads rows; every rank calls it, if with nothing.
 
         Args:
             wanted: ids by type, each once.
             with_gradients: whether learnable rows are leaves that take gradients, for `give_back`.
         """
-        requests: dict[str, Request] = {}
+        requests: dict[str, RowRequest] = {}
         for name, ids in wanted.items():
             table = self.tables[name]
             if name in self._travelling:
                 continue
             where = ids if table.owners is None else table.owners.local(ids)
             rows = gather(table.rows, where)
-            requests[name] = Request(ids, torch.arange(len(ids)), [len(ids)], rows)
+            requests[name] = RowRequest(ids, torch.arange(len(ids)), [len(ids)], rows)
         if self._travelling:
             asked = self._read_remote(wanted, requests)
             if with_gradients:
@@ -140,7 +140,7 @@ class RowStore:
         return requests
 
     def _read_remote(
-        self, wanted: Mapping[str, Tensor], requests: dict[str, Request]
+        self, wanted: Mapping[str, Tensor], requests: dict[str, RowRequest]
     ) -> dict[str, list[Tensor]]:
         """Reads the rows that travel; returns what each rank asked for here, by type."""
         assert self._group is not None, "rows travel between ranks only"
@@ -203,7 +203,7 @@ class RowStore:
             rows = torch.empty(len(ids), dims[name])
             rows[order] = torch.cat(parts)
             if name in wanted:
-                requests[name] = Request(ids, order, by_rank, rows)
+                requests[name] = RowRequest(ids, order, by_rank, rows)
         return asked_here
 
     def _read_own(self, table: Table, ids: Tensor) -> Tensor:
@@ -212,7 +212,7 @@ class RowStore:
             return gather(table.rows, table.owners.local(ids))
         return table.cache.read(ids, table.rows, table.owners, self.rank)
 
-    def give_back(self, requests: Mapping[str, Request]) -> None:
+    def give_back(self, requests: Mapping[str, RowRequest]) -> None:
         """Sends gradients to the owners, and updates the rows; every rank calls it after `read`.
 
         A learnable row that was read and got no gradient counts as touched, by a gradient of 0.
@@ -236,7 +236,7 @@ class RowStore:
     def _send_gradients(
         self,
         travelling: list[str],
-        requests: Mapping[str, Request],
+        requests: Mapping[str, RowRequest],
         grads: Mapping[str, Tensor | None],
         received: dict[str, list[tuple[Tensor, Tensor]]],
     ) -> None:
@@ -307,6 +307,6 @@ def _slice(values: Tensor, counts: list[int], index: int) -> Tensor:
     return values[start : start + counts[index]]
 
 
-def _gradient(request: Request) -> Tensor | None:
+def _gradient(request: RowRequest) -> Tensor | None:
     rows = request.rows
     return torch.zeros_like(rows) if rows.grad is None else rows.grad

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from heta.graph.part import Part
-from heta.rows.cache import Cache, RowCache, fill_cache
-from heta.rows.store import RowStore
+from heta.rows.cache import Cache, RemoteRowCache, fill_cache
+from heta.rows.store import InputRows
 
 __all__ = ["SAMPLED_BATCHES", "fill_caches"]
 
@@ -25,7 +25,7 @@ _TRIAL_ROWS, _TRIALS = 4096, 3
 
 
 def fill_caches(
-    store: RowStore, part: Part, cache: Cache, seeds: Tensor, fanouts: Sequence[int], seed: int
+    store: InputRows, part: Part, cache: Cache, seeds: Tensor, fanouts: Sequence[int], seed: int
 ) -> None:
     """Samples some batches, times misses by type, and copies the chosen rows; every rank calls it.
 
@@ -60,10 +60,10 @@ def fill_caches(
     ids = fill_cache(counts, _time_misses(store, counts), row_bytes, int(cache.bytes), cache.policy)
     requests = store.read(ids, with_gradients=False)
     for name, request in requests.items():
-        remote[name].cache = RowCache(request.ids, request.rows, remote[name].num_nodes)
+        remote[name].cache = RemoteRowCache(request.ids, request.rows, remote[name].num_nodes)
 
 
-def _time_misses(store: RowStore, counts: dict[str, Tensor]) -> dict[str, float]:
+def _time_misses(store: InputRows, counts: dict[str, Tensor]) -> dict[str, float]:
     """Seconds that a remote row of each type adds to an exchange; every rank times the same types."""
     nothing = {name: torch.empty(0, dtype=torch.int64) for name in counts}
     empty_s = _fastest(store, nothing)
@@ -77,7 +77,7 @@ def _time_misses(store: RowStore, counts: dict[str, Tensor]) -> dict[str, float]
     return miss_s
 
 
-def _fastest(store: RowStore, wanted: dict[str, Tensor]) -> float:
+def _fastest(store: InputRows, wanted: dict[str, Tensor]) -> float:
     times = []
     for _ in range(_TRIALS):
         began = time.perf_counter()

@@ -25,7 +25,7 @@ from heta.graph.sampler import Batch, check_fanouts, read_seeds
 from heta.nn.hetero_model import HeteroModel, LocalExchange
 from heta.rows.cache import Cache
 from heta.rows.optimizers import RowAdam, RowOptimizer
-from heta.rows.store import Request, RowStore
+from heta.rows.store import InputRows, RowRequest
 from heta.training.agreement import sum_losses
 from heta.training.cache_filling import SAMPLED_BATCHES, fill_caches
 from heta.training.checkpoint import load_checkpoint, save_checkpoint
@@ -134,7 +134,7 @@ class Trainer:
         self.replica = rank % self.num_replicas
         self._exchange = self._make_exchange(ranks, wire, check_every)
         rows = rows or RowAdam()
-        self.store = RowStore(make_tables(part, self.group, rows, seed), rows, self.group)
+        self.store = InputRows(make_tables(part, self.group, rows, seed), rows, self.group)
         if cache is not None:
             self._fill_caches(cache)
         self.sync = GradientSync(model, part, self.group)
@@ -145,7 +145,7 @@ class Trainer:
         self._sampler = ThreadPoolExecutor(1, thread_name_prefix="heta-sampler")
         self._is_checked = self._has_gradients = False
         self.phases: dict[str, float] = {}
-        self._requests: dict[str, Request] = {}
+        self._requests: dict[str, RowRequest] = {}
 
     def _make_exchange(
         self, ranks: int, wire: Wire, check_every: int
@@ -431,7 +431,7 @@ class Trainer:
         step: int = 0,
         *,
         with_gradients: bool,
-    ) -> tuple[Tensor, dict[str, Request]]:
+    ) -> tuple[Tensor, dict[str, RowRequest]]:
         with self._phase("rows"):
             target = self.part.schema.target
             wanted, inputs = dict(batch.inputs), dict[str, Tensor]()

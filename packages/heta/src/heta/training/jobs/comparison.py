@@ -32,7 +32,7 @@ from shared.topology.device import CPU
 from shared.topology.link import fit_link
 from shared.training.progress import show_progress
 
-__all__ = ["Comparison", "Timing", "compare_in_rank", "compare_strategies", "measure_link"]
+__all__ = ["StrategyComparison", "Timing", "compare_in_rank", "compare_strategies", "measure_link"]
 
 # Sizes of all-reduces, in bytes; one is about a merge's.
 _SIZES = (1 << 14, 1 << 18, 1 << 20)
@@ -64,7 +64,7 @@ class Timing:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
+class StrategyComparison:
     """What was predicted and measured.
 
     Attributes:
@@ -89,7 +89,7 @@ def compare_strategies(
     turns: int,
     steps_per_turn: int,
     rate: str | None = None,
-) -> Comparison:
+) -> StrategyComparison:
     """Trains by each strategy with a rank for each host on this machine, and in one process.
 
     Args:
@@ -130,7 +130,7 @@ def compare_strategies(
         name: plan(graph, parts=hosts, strategy=name, cluster=cluster, rates=rates, **settings)
         for name in STRATEGIES
     }
-    return Comparison(
+    return StrategyComparison(
         plans=plans,
         timings=dict(zip(STRATEGIES, timings, strict=True)),
         alone=timing[0][0],

@@ -7,7 +7,7 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from heta.training.jobs.comparison import Comparison
+from heta.training.jobs.comparison import StrategyComparison
 from shared.cli import draw_table
 from shared.units import format_bytes
 
@@ -39,7 +39,7 @@ def draw_epochs(epochs: list[dict[str, Any]], test: dict[str, Any] | None) -> st
     return text if test is None else f"{text}\ntest: {describe_scores(test)}"
 
 
-def draw_comparison(comparison: Comparison) -> tuple[dict[str, Any], str]:
+def draw_comparison(comparison: StrategyComparison) -> tuple[dict[str, Any], str]:
     """Makes a record and a table of the strategies' steps, measured beside predicted."""
     table = Table(
         "strategy", "step ms", "min - max", "predicted", "MB", "predicted", box=SIMPLE_HEAD
