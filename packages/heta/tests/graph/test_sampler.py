@@ -6,6 +6,7 @@ import pytest
 import torch
 from graphs import CITED_BY, CITES, HAS, WRITES, scholars
 
+from heta.graph.hetero_graph import HeteroGraph
 from heta.graph.part import load
 from heta.partitioning.closure import closure
 
@@ -75,16 +76,30 @@ def test_the_frontier_has_all_edges_that_the_layers_above_need(graph, folders, u
             nodes = first.nodes[relation[2]]
             ends = batch.inputs[relation[0]][edges.src], nodes[edges.dst]
             assert count_pairs(*ends) == edges_into(graph, relation, nodes)
-        # Rows of destinations come first in the list below, so that modules can read them.
-        for kind, nodes in first.nodes.items():
-            if uses_dst:
-                assert torch.equal(batch.inputs[kind][: len(nodes)], nodes)
         assert set(first.seed_edges) == (set(part.roots) if uses_dst else set())
         assert not last.edges
         assert batch.num_edges == sum(
             len(e.src) for layer in batch.layers
             for e in [*layer.edges.values(), *(s.edges for s in layer.seed_edges.values())]
         )  # fmt: skip
+
+
+def test_rows_of_destinations_come_first_in_the_list_below(folders):
+    for part in parts(folders, True, 2):
+        batch = part.sample(SEEDS, [2, 1])
+        assert batch.layers[0].nodes
+        for kind, nodes in batch.layers[0].nodes.items():
+            assert torch.equal(batch.inputs[kind][: len(nodes)], nodes)
+            assert len(batch.inputs[kind].unique()) == len(batch.inputs[kind])
+
+
+def test_relations_are_drawn_apart(parts_of):
+    src, dst = torch.arange(600) % 60, torch.arange(600) // 10
+    edges = {("a", name, "a"): (src, dst) for name in ("first", "second")}
+    graph = HeteroGraph({"a": 60}, edges, {"a": torch.zeros(60, 1)}, target="a")
+    part = load(parts_of(graph, [graph.schema.roots], layers=1), 0)
+    first, second = part.sample(torch.arange(60), [3]).root_edges().values()
+    assert not torch.equal(first[0], second[0])
 
 
 @pytest.mark.parametrize("uses_dst", [True, False])

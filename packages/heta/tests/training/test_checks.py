@@ -310,6 +310,24 @@ def test_an_update_needs_gradients(parts):
         trainer.update()
 
 
+def test_an_epoch_goes_on_after_steps_taken_one_by_one(parts):
+    losses = []
+    for count in (0, 1, 3):
+        torch.manual_seed(0)
+        trainer = Trainer(parts[True], RGCN(parts[True], 8, 3), batch_size=15)
+        batches = trainer.batches()
+        assert len(batches) == 3
+        taken = [trainer.step(batch) * len(batch) for batch in batches[:count]]
+        report = trainer.fit_epoch()
+        assert report.num_steps == (3 - count or 3)
+        assert (trainer.epoch, trainer.step_number) == (2 if count == 3 else 1, 0)
+        rest = sum(map(len, batches[count:]))
+        losses.append((sum(taken) + report.loss * rest) / sum(map(len, batches)))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+    with pytest.raises(DataError, match="split 'nothing'"):
+        trainer.fit_epoch("nothing")
+
+
 def test_features_of_extreme_size_stop_training(parts_of):
     graph = scholars()
     feat = {**graph.feat, "paper": graph.feat["paper"] * 1e38}

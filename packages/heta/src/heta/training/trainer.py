@@ -246,7 +246,10 @@ class Trainer:
             yield loss
 
     def fit_epoch(self, split: str = "train") -> EpochReport:
-        """Trains on every labelled seed of a split once, from where `load` may have left off.
+        """Trains on every labelled seed of a split once.
+
+        It goes on after the batches for which `step` was called or `load` read that they are done, and
+        with the next epoch if these were all.
 
         Raises:
             DataError: the split has no labelled seeds.
@@ -254,6 +257,9 @@ class Trainer:
         batches = self.batches(split)
         if not batches:
             raise DataError(f"split {split!r}: expected nodes with a label, there are none")
+        if self.step_number >= len(batches):
+            self.epoch, self.step_number = self.epoch + 1, 0
+            batches = self.batches(split)
         self.phases = {}
         began = time.perf_counter()
         sent = self._sent_bytes()
