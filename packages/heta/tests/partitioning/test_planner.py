@@ -321,3 +321,22 @@ def test_one_layer_needs_no_fanouts_from_the_user():
 def test_other_texts_are_no_plan(text):
     with pytest.raises(DataError, match="expected a plan of format 1"):
         Plan.from_json(text)
+
+
+@pytest.mark.parametrize("is_exact", [False, True])
+def test_shares_of_one_root_never_meet(is_exact):
+    # Together the two shares of cites would share their closure: cheaper, but one larger share.
+    search = _search(mag(), 2, False, 100 * Mbps)
+    fractions, _ = search.search(np.array([2, 1, 1, 1]), is_exact=is_exact)
+    assert fractions[:, 0].tolist() == [0.5, 0.5]
+
+
+def test_read_destinations_take_a_merge_a_layer_and_one_back_for_each_below_the_last():
+    schema = mag()
+    with_features = Schema(
+        schema.num_nodes, schema.num_edges, dict.fromkeys(schema.types, 8), "paper"
+    )
+    for layers, merges in ((1, 1), (2, 3), (3, 5)):
+        sent = plan(with_features, layers, fanouts=[2] * layers, strategy="raf").sent_bytes
+        parameters = sent - merges * 2 * 2048 * 64 * 4
+        assert 0 <= parameters < 2 * 2048 * 64 * 4
