@@ -21,7 +21,13 @@ from heta.graph.layers import list_active_relations
 from heta.graph.part import Part
 from heta.graph.sampler import Batch, LayerBlock
 from heta.graph.schema import Relation
-from heta.nn.registration import Registered, give_shapes, register_modules
+from heta.nn.registration import (
+    Registered,
+    check_functions,
+    give_shapes,
+    make_head,
+    register_modules,
+)
 from heta.nn.relation_input import RelationInput
 from shared.errors import ConfigError
 
@@ -115,13 +121,12 @@ class HeteroModel(nn.Module):
         self.active = list_active_relations(part.schema, layers, uses_dst)
         self.has_self_term = self_term is not None
         self.dims = self._list_dims(part)
-        if isinstance(head, int):
-            head = nn.Linear(self.dims[-1][part.schema.target], head)
+        head = make_head(head, self.dims[-1][part.schema.target])
         self._roots = frozenset(part.roots)
         makers = self._list_makers(conv, self_term)
         needed = {key for key in makers if self._is_needed(part, *key)}
         self.stack_function = getattr(self.merge, "function", None)
-        _check_apart(head, self.activation, self.stack_function)
+        check_functions(head, self.activation, self.stack_function)
         registered = register_modules(makers, needed, head)
         self.convs, self.head = registered.modules, head
         self._registered: Registered = registered
@@ -386,16 +391,6 @@ class HeteroModel(nn.Module):
             assert rows is not None, "rows of destinations come first in each list"
             return rows[:num_rows]
         return torch.empty(num_rows, 0, device=next(self.parameters()).device)
-
-
-def _check_apart(head: nn.Module, *functions: Any) -> None:
-    """Refuses a head that shares parameters with what is called before the last merge is complete."""
-    shared = {id(p) for f in functions if isinstance(f, nn.Module) for p in f.parameters()}
-    if any(id(parameter) in shared for parameter in head.parameters()):
-        raise ConfigError(
-            "head: expected parameters of its own, it shares one with the activation or the function "
-            "of Stack; make two modules"
-        )
 
 
 def _call(function: Callable[..., Tensor], *arguments: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from shared.errors import ConfigError
 
-__all__ = ["Registered", "give_shapes", "register_modules"]
+__all__ = ["Registered", "check_functions", "give_shapes", "make_head", "register_modules"]
 
 Key = tuple[int, Any]
 
@@ -70,6 +70,44 @@ def register_modules(
             tree[layer][_escape(name)] = module  # pyrefly: ignore
             module_of[key] = module
     return Registered(tree, module_of)
+
+
+def make_head(head: Any, dim: int) -> nn.Module:
+    """Returns the head given, or a linear layer of so many classes.
+
+    Raises:
+        ConfigError: it is no module and no number from 1.
+    """
+    if isinstance(head, nn.Module):
+        return head
+    if isinstance(head, bool) or not hasattr(head, "__index__") or head < 1:
+        raise ConfigError(f"head: expected a module or a number of classes from 1, got {head!r}")
+    return nn.Linear(dim, int(head))
+
+
+def check_functions(head: nn.Module, activation: Any, stack_function: Any) -> None:
+    """Refuses functions whose parameters would not be trained, or not as one process does.
+
+    Raises:
+        ConfigError: a function calls a module that the model does not hold, or shares a parameter with
+            the head, which is called once and not on each part.
+    """
+    for name, function in (("activation", activation), ("function of Stack", stack_function)):
+        cells = getattr(function, "__closure__", None) or ()
+        enclosed = [getattr(function, "__self__", None), *(cell.cell_contents for cell in cells)]
+        for module in enclosed:
+            if isinstance(module, nn.Module) and any(p.requires_grad for p in module.parameters()):
+                raise ConfigError(
+                    f"{name}: expected a module where parameters are trained, got a function that calls "
+                    f"{type(module).__name__}, which the model would not hold; pass the module itself"
+                )
+        if isinstance(function, nn.Module):
+            shared = {id(parameter) for parameter in function.parameters()}
+            if any(id(parameter) in shared for parameter in head.parameters()):
+                raise ConfigError(
+                    f"head: expected parameters of its own, it shares one with the {name}; make two "
+                    f"modules"
+                )
 
 
 def give_shapes(module: nn.Module, src_dim: int, dst_dim: int) -> nn.Module:
