@@ -66,7 +66,7 @@ def bench_row_adam(benchmark, record_claim):
     rows, dim, touched = 1_000_000, 64, 50_000
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(rows, dim, generator=generator)
-    weight, averages = start.clone(), [torch.zeros(rows, dim) for _ in range(2)]
+    weight, first, second = start.clone(), torch.zeros(rows, dim), torch.zeros(rows, dim)
     steps = torch.zeros(rows, dtype=torch.int32)
     embedding = torch.nn.Parameter(start.clone())
     optimizer = torch.optim.SparseAdam([embedding], lr=0.01)
@@ -79,14 +79,14 @@ def bench_row_adam(benchmark, record_claim):
     ]
     # SparseAdam counts the steps of the whole table: the first step is the same, later ones are not.
     ids, grads = turns[0]
-    row_adam.step(weight, *averages, steps, ids, grads, lr=0.01)
+    row_adam.step(weight, first, second, steps, ids, grads, lr=0.01)
     embedding.grad = torch.sparse_coo_tensor(ids[None], grads, (rows, dim)).coalesce()
     optimizer.step()
     is_equal = bool(torch.allclose(weight, embedding.detach(), rtol=1e-5, atol=1e-6))
     is_moved = bool((weight[ids] != start[ids]).any())
 
     def ours(turn, _):
-        row_adam.step(weight, *averages, steps, *turn, lr=0.01)
+        row_adam.step(weight, first, second, steps, turn[0], turn[1], lr=0.01)
 
     def theirs(turn, _):
         embedding.grad = torch.sparse_coo_tensor(turn[0][None], turn[1], (rows, dim)).coalesce()

@@ -17,6 +17,7 @@ import time
 from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -86,8 +87,9 @@ class Model(torch.nn.Module):
 
 def work(folder: str, rank: int, num_hosts: int, master: str) -> None:
     """Trains as one trainer, until its input ends."""
-    import dgl
     import torch.distributed as dist
+
+    dgl: Any = import_module("dgl")
 
     dgl.distributed.initialize(os.environ["DGL_IP_CONFIG"], net_type="socket")
     torch.set_num_threads(1)

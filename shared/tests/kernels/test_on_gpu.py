@@ -309,9 +309,11 @@ def test_row_adam_and_adagrad_step_as_numba_does(dim):
     for _ in range(4):
         rows = torch.randperm(30_000, generator=g)[:7_000]
         grads = torch.randn(7_000, dim, generator=g)
-        row_adam.step(*tables, counts, rows, grads, lr=0.1, weight_decay=0.01)
+        here = [*tables, counts, rows, grads]
+        row_adam.step(*here, lr=0.1, weight_decay=0.01)
         row_adam.adagrad_step(tables[0], totals, rows, grads, lr=0.1)
-        row_adam.step(*there[:4], rows.cuda(), grads.cuda(), lr=0.1, weight_decay=0.01)
+        given = [*there[:4], rows.cuda(), grads.cuda()]
+        row_adam.step(*given, lr=0.1, weight_decay=0.01)
         row_adam.adagrad_step(there[0], there[4], rows.cuda(), grads.cuda(), lr=0.1)
     for ours, theirs in zip(there, (*tables, counts, totals), strict=True):
         torch.testing.assert_close(ours.cpu(), theirs, rtol=1e-4, atol=1e-4)

@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -98,7 +100,8 @@ def test_every_form_updates_as_the_reference_does(form, dim):
     grads, rates = torch.randn(9, dim, generator=g), torch.rand(9, generator=g)
     tensors, hyper = [*tables, rows, grads, rates], (0.1, 0.001, 1e-8, 0.2)
     came = run(form, "step", tensors, hyper)
-    reference.step(*tensors, hyper)
+    arguments: list[Any] = [*tensors, hyper]
+    reference.step(*arguments)
     for ours, theirs in zip(came, tensors, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
     table, totals = tables[0], torch.rand(20, generator=g)
@@ -198,10 +201,8 @@ def test_bad_rows_are_refused_before_anything_is_written(rows, text):
 
 def test_bad_tables_and_hyperparameters_are_refused():
     weight, first, second = new_tables()
-    step, adagrad_step = (
-        getattr(function, "__wrapped__", function)
-        for function in (row_adam.step, row_adam.adagrad_step)
-    )
+    step: Any = getattr(row_adam.step, "__wrapped__", row_adam.step)
+    adagrad_step: Any = getattr(row_adam.adagrad_step, "__wrapped__", row_adam.adagrad_step)
     rest = (new_steps(), torch.tensor([1]), torch.ones(1, 5))
     with pytest.raises(DataError, match=r"exp_avg to be contiguous float32 \[12, 5\], got.*\[11"):
         step(weight, first[1:], second, *rest, lr=0.1)

@@ -81,7 +81,7 @@ class Merge(ABC):
 class Sum(Merge):
     """The sum over relations, as in R-GCN."""
 
-    def lift(
+    def lift(  # pyrefly: ignore[bad-override]
         self,
         output: Float[Tensor, "m dim"],
         row: Int64[Tensor, " m"],
@@ -133,7 +133,7 @@ class Stack(Sum):
     ) -> None:
         self.function, self._width = function, width
 
-    def lift(
+    def lift(  # pyrefly: ignore[bad-override]
         self,
         output: Float[Tensor, "m dim"],
         row: Int64[Tensor, " m"],
@@ -166,7 +166,7 @@ class MaxState(NamedTuple):
 class Max(Merge):
     """The largest value over relations, element by element."""
 
-    def lift(
+    def lift(  # pyrefly: ignore[bad-override]
         self,
         output: Float[Tensor, "m dim"],
         row: Int64[Tensor, " m"],
@@ -208,7 +208,7 @@ class Softmax(Merge):
 
     takes_edges = True
 
-    def lift(
+    def lift(  # pyrefly: ignore[bad-override]
         self,
         logits: Float[Tensor, "edges heads"],
         values: Float[Tensor, "edges heads dim"],

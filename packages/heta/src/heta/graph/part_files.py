@@ -145,6 +145,7 @@ def _collect(
                 rows if owner is None else rows[owner == host]
             ).contiguous()
         code = sparse_relation_code(graph, node_type)
+        assert code.weight is not None, "a code has values"
         tensors[f"code_indptr:{number}"], tensors[f"code_relation:{number}"] = (
             code.indptr,
             code.indices,

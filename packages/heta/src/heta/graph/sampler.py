@@ -30,9 +30,20 @@ __all__ = ["Batch", "LayerBlock", "SeedEdges", "check_fanouts", "read_seeds", "s
 class Structure(Protocol):
     """What sampling reads of a part."""
 
-    schema: Schema
-    roots: tuple[Relation, ...]
-    shares: Mapping[Relation, tuple[int, int]]
+    @property
+    def schema(self) -> Schema:
+        """The whole graph's."""
+        ...
+
+    @property
+    def roots(self) -> tuple[Relation, ...]:
+        """The relations into the target that the part computes."""
+        ...
+
+    @property
+    def shares(self) -> Mapping[Relation, tuple[int, int]]:
+        """(index, count) of each root that is cut."""
+        ...
 
     def csr(self, relation: Relation) -> CSR:
         """Returns a relation's in-edges by destination."""
