@@ -23,7 +23,7 @@ def open_pool():
 
     def choose(num_ranks):
         pool = pools.get(num_ranks)
-        if pool is None or not pool._is_open:
+        if pool is None or not pool.pids:  # a failed one has no ranks
             pool = RankPool(num_ranks, timeout=timedelta(seconds=120), modules=_MODULES)
             pools[num_ranks] = pool.__enter__()
         return pools[num_ranks]

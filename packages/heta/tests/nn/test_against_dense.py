@@ -92,9 +92,10 @@ def test_rgat_is_gat_conv_by_relation(parts_of, uses_dst):
             ("att_dst", None if module.dst is None else module.att_dst[None]),
         ):
             if parameter is not None:
-                owner = conv.get_submodule(name.rpartition(".")[0])
-                del owner._parameters[name.rpartition(".")[2]]
-                setattr(owner, name.rpartition(".")[2], parameter)
+                owner, _, key = name.rpartition(".")
+                owner = conv.get_submodule(owner)
+                delattr(owner, key)
+                setattr(owner, key, parameter)
         if not uses_dst:
             conv.att_dst.data.zero_()
         edges = torch.stack(graph.edges[relation])

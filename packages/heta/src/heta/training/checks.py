@@ -17,6 +17,8 @@ from shared.errors import ConfigError, DataError
 
 __all__ = ["check_logits", "check_model", "check_modules", "check_ranks"]
 
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
 
 def check_ranks(part: Part, group: Group | None) -> None:
     """Checks that every rank holds the part that its number asks for, of one plan.
@@ -102,7 +104,7 @@ def check_modules(model: HeteroModel) -> None:
         ConfigError: a module fails, or its row depends on which other rows are computed with it.
     """
     for module in model.modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+        if isinstance(module, _BATCH_NORMS):
             raise ConfigError(
                 f"{type(module).__name__}: expected modules whose row depends on its own edges only, but "
                 f"batch normalisation takes its statistics from all rows of a step, and each part has "
