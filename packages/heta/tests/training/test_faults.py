@@ -218,11 +218,12 @@ def freeze(folder, frozen):
 def test_frozen_parameters_keep_their_values_and_no_rank_waits_for_their_gradients(
     open_pool, parts_of
 ):
-    # The second part trains nothing in the first layer, the first one its rows of authors.
+    # In the second case the second part trains nothing in the first layer, and the first part does.
     graph = scholars(learnable=False)
     two, one = parts_of(graph, TWO), parts_of(graph, [graph.schema.roots])
     for frozen in (
         ["convs.1.", "activation"],
+        ["convs.1.paper|c", "convs.1.field", "activation"],
         ["convs.1.paper|c", "head"],
         ["convs", "activation"],
     ):
