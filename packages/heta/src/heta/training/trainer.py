@@ -356,7 +356,7 @@ class Trainer:
     def load(self, path: str | os.PathLike[str], *, reader: StorageReader | None = None) -> None:
         """Reads what `save` wrote, also with another number of parts; every rank calls it.
 
-        The next `fit_epoch` goes on where the checkpoint left off.
+        The next `fit_epoch` resumes where the checkpoint stopped.
 
         Args:
             path: the folder.
