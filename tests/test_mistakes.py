@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 PROGRAMS = {
-    "adaqp": "adaqp", "bytecheckpoint": "bytecheckpoint", "gnnflow": "gnnflow",
+    "adaqp": "adaqp", "bytecheckpoint": "bytecheckpoint", "gnnflow": "gnnflow", "heta": "heta",
     "hybridflow": "hybridflow", "hydraulis": "hydraulis", "llmpq": "llmpq", "memo": "memo",
     "mspipe": "mspipe", "swift": "meshyard-swift",
 }  # fmt: skip
@@ -20,6 +20,14 @@ PROGRAMS = {
 FILES = [
     ("adaqp", "graph.npz", "a graph", ["partition", "FILE", "--out", "DIR/parts"]),
     ("gnnflow", "events.csv", "a table", ["info", "FILE"]),
+    ("heta", "graph.yaml", "a graph's tables as YAML", ["plan", "FILE"]),
+    ("heta", "recipe.yaml", "a recipe as YAML", ["train", "parts", "--recipe", "FILE"]),
+    (
+        "heta",
+        "rates.json",
+        "rates that `heta profile` measured",
+        ["plan", "flights", "--rates", "FILE"],
+    ),
     ("hybridflow", "recipe.yaml", "a recipe as YAML", ["train", "FILE"]),
     (
         "hydraulis",
@@ -58,9 +66,10 @@ FILES = [
 ]
 # What may be named in place of a file.
 OTHERS = {
-    "a graph": "a file or folder",
-    "a table": "a file or folder",
-    "a recipe as YAML": "a recipe as YAML, or one of RECIPES",
+    ("adaqp", "a graph"): "a file or folder",
+    ("gnnflow", "a table"): "a file or folder",
+    ("mspipe", "a table"): "a file or folder",
+    ("hybridflow", "a recipe as YAML"): "a recipe as YAML, or one of RECIPES",
 }
 TEXTS = [one for one in FILES if one[1].endswith((".yaml", ".json", ".jsonl", ".txt"))]
 
@@ -99,7 +108,7 @@ def test_an_empty_file_is_said_to_be_empty(package, name, what, words, tell):
 def test_a_missing_file_is_said_to_be_missing(package, name, what, words, tell):
     from hybridflow.training.config import built_in
 
-    what = OTHERS.get(what, what).replace("RECIPES", ", ".join(built_in()))
+    what = OTHERS.get((package, what), what).replace("RECIPES", ", ".join(built_in()))
     told = f"no/{name}: expected {what}, there is nothing; check the path\n"
     assert tell(package, words, f"no/{name}") == told
 
@@ -211,16 +220,24 @@ TRAINING = {
         "9",
         "9",
     ],
+    "heta": ["train", "parts", "--epochs", "9999999"],
     "hybridflow": ["train", "grpo-sort", "--set", "steps=9999999", "batch_size=16", "--every", "1"],
     "mspipe": ["train", "zipf:1000:40000", "--dim", "8", "--epochs", "9999"],
+}
+
+
+# What trains on parts makes them first, of this.
+PARTED = {
+    "adaqp": ["sbm", "--num-nodes", "4000"],
+    "heta": ["flights:late15:8", "--hidden", "8", "--strategy", "raf"],
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("package", TRAINING)
 def test_an_interrupted_training_says_how_to_resume(package, tmp_path):
-    if package == "adaqp":
-        made = ["adaqp", "partition", "sbm", "--num-nodes", "4000", "--out", "parts"]
+    if package in PARTED:
+        made = [package, "partition", *PARTED[package], "--out", "parts"]
         subprocess.run(
             [sys.executable, "-m", *made], cwd=tmp_path, check=True, stdout=subprocess.DEVNULL
         )
