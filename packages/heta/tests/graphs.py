@@ -62,7 +62,17 @@ def scholars(num_papers=60, seed=0, learnable=True):
     )
 
 
-def plan_by_hand(graph, assignment, *, layers=2, uses_dst=True, hidden=8, fanouts=None, strategy="raf", hosts=None):
+def plan_by_hand(
+    graph,
+    assignment,
+    *,
+    layers=2,
+    uses_dst=True,
+    hidden=8,
+    fanouts=None,
+    strategy="raf",
+    hosts=None,
+):
     """A plan with these roots for each part: relations, or (relation, index, count) where cut."""
     schema = graph.schema
     parts = []
@@ -70,7 +80,7 @@ def plan_by_hand(graph, assignment, *, layers=2, uses_dst=True, hidden=8, fanout
         shares = {each[0]: each[1:] for each in chosen if isinstance(each[0], tuple)}
         roots = [each[0] if isinstance(each[0], tuple) else each for each in chosen]
         hops = tuple(map(frozenset, closure(schema, roots, layers)))
-        types = {t for hop in hops for r in hop for t in (r[0], r[2])}
+        types = {graph.target} | {t for hop in hops for r in hop for t in (r[0], r[2])}
         parts.append(
             PartPlan(
                 roots=tuple(r for r in schema.relations if r in roots),
