@@ -95,9 +95,10 @@ def test_the_bound_is_never_above_the_step(seed):
     assert (bound_s > 0.5 * step.step_s).all()
 
 
-def test_copies_send_touched_rows_to_all_others():
+def test_copies_fetch_learnable_rows_from_their_owners():
     step = _network(3).predict_copies(1.0, 0.0, touched=10.0, union=25.0, param_bytes=600.0)
-    sent = 600 * 4 / 3 + 10 * 2 * (8 + 16)
+    # Two thirds of the rows are another's: an id, the row and its gradient, of 4 floats each.
+    sent = 600 * 4 / 3 + 10 * 2 / 3 * (8 + 2 * 16)
     assert step.sent_bytes[0] == pytest.approx([sent] * 3)
     assert step.step_s[0] == pytest.approx(1.0 + sent * 1e-6)
 

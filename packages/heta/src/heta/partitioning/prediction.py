@@ -142,21 +142,22 @@ class Network:
     def predict_copies(
         self, main_s: float, sample_s: float, touched: float, union: float, param_bytes: float
     ) -> Step:
-        """Predicts a step in which each rank holds all and computes its share of the seeds.
+        """Predicts a step in which each rank holds all but learnable rows, which are dealt out by id.
+
+        Each rank computes its share of the seeds.
 
         Args:
             main_s: seconds of training on each rank.
             sample_s: seconds of sampling.
             touched: learnable rows that each rank touches.
-            union: learnable rows that all ranks touch together; each rank updates them all.
+            union: learnable rows that all ranks touch together; each is updated by its owner.
             param_bytes: parameters of the model.
         """
-        main_s += union * self.updated_row_bytes * self.rates.updated_byte_s
-        others = self.num_parts - 1
-        row_bytes = ID_BYTES + self.hidden * FLOAT_BYTES
+        main_s += union / self.num_parts * self.updated_row_bytes * self.rates.updated_byte_s
+        fetched = touched * (self.num_parts - 1) / self.num_parts
         network_s = self.all_reduce_s(param_bytes)
-        network_s += float(self.exchange_rows_s(np.array(touched * others), row_bytes, 1))
-        sent = self.all_reduce_bytes(param_bytes) + touched * others * row_bytes
+        network_s += float(self.exchange_rows_s(np.array(fetched), self.fetched_row_bytes, 3))
+        sent = self.all_reduce_bytes(param_bytes) + fetched * self.fetched_row_bytes
         return self._equal_parts(main_s, sample_s, network_s, np.full(self.num_parts, sent))
 
     def predict_edge_cut(

@@ -154,7 +154,7 @@ def estimate_raf(request: PlanRequest, limit_s: float) -> Estimate:
 
 
 def estimate_replicate(request: PlanRequest, limit_s: float) -> Estimate:
-    """Predicts a copy of everything on each host, each for its share of the seeds.
+    """Predicts a copy of all but learnable rows on each host, each for its share of the seeds.
 
     Args:
         request: what is planned.
@@ -169,7 +169,8 @@ def estimate_replicate(request: PlanRequest, limit_s: float) -> Estimate:
         _count_union(request),
         float(loads.modules[0] @ workload.module_bytes),
     )
-    held = float(_edges_and_features(request) + _rows_read(request)[request.share.learnable].sum())
+    rows_bytes = _rows_read(request)[request.share.learnable].sum() / request.num_parts
+    held = float(_edges_and_features(request) + rows_bytes)
     learnable = tuple(t for t in request.schema.learnable if t in _read_by_all(request))
     return _copy_parts(request, step, held, learnable)
 
