@@ -11,7 +11,7 @@ WRITES, BY, CITES, CITED = (
     ("author", "writes", "paper"),
     ("paper", "by", "author"),
     ("paper", "cites", "paper"),
-    ("paper", "cited:by.ü", "paper"),
+    ("paper", "cited:by.\u00fc", "paper"),
 )
 
 
