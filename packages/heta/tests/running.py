@@ -106,7 +106,7 @@ def train(
     initial = {name: value.clone() for name, value in net.state_dict().items()}
     optimizer = {"sgd": RowSGD()}.get(rows, rows)
     settings = {"optimizer": lambda p: torch.optim.SGD(p, 0.1)} | (trainer or {})
-    own = Trainer(part, net, fanouts, 16, rows=optimizer, seed=seed, **settings)
+    own = Trainer(part, net, fanouts, 40, rows=optimizer, seed=seed, **settings)
     losses = []
     logits = own.predict(torch.arange(part.schema.num_nodes[part.schema.target]))
     for batch in batches:

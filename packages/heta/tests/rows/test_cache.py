@@ -60,6 +60,12 @@ def test_the_knapsack_of_unequal_rows_loses_at_most_the_row_that_does_not_fit():
         assert saved_s(chosen, counts, miss_s) >= best - largest - 1e-12
 
 
+def test_the_knapsack_prefers_many_small_rows_to_one_that_saves_more():
+    counts = {"wide": torch.tensor([5.0]), "narrow": torch.ones(10)}
+    chosen = fill_cache(counts, {"wide": 1.0, "narrow": 1.0}, {"wide": 10, "narrow": 1}, 10)
+    assert [len(ids) for ids in chosen.values()] == [0, 10]
+
+
 @pytest.mark.parametrize("policy", list(CACHE_POLICIES))
 def test_no_budget_keeps_nothing_and_a_huge_one_all_that_is_read(policy):
     assert used_bytes(fill(0, policy)) == 0

@@ -23,7 +23,7 @@ CASES = {
     "rgcn": ("rgcn", True, {"rows": RowAdam(lr=0.1), "trainer": {"optimizer": adam}}),
     "rgcn-without": ("rgcn", False, {"rows": RowAdagrad(lr=0.1)}),
     "rgat": ("rgat", True, {}),
-    "rgat-without": ("rgat", False, {}),
+    "rgat-without": ("rgat", False, {"trainer": {"check_every": 0}}),
     "hgt": ("hgt", True, {}),
     "bghgnn": ("bghgnn", True, {}),
     "sage": ("sage-sum", True, {"trainer": {"optimizer": adam}}),
@@ -112,16 +112,30 @@ def test_a_part_whose_roots_end_below_the_last_layer_and_one_without_roots(open_
     compare(open_pool, parts_of, scholars(), [rest, []], names)
 
 
+def compare_replicas(open_pool, folders, names, trainer):
+    """Trains the cases on two ranks that share a batch out, and compares with one process."""
+    options = [{"model": CASES[n][0], "batches": BATCHES, **CASES[n][2]} for n in names]
+    cases = [
+        (folders[CASES[n][1]][1], {**own, "trainer": {**own.get("trainer", {}), **trainer}})
+        for n, own in zip(names, options, strict=True)
+    ]
+    results = open_pool(2).run(train_cases, cases).results
+    for i, (name, own) in enumerate(zip(names, options, strict=True)):
+        wanted = [train(folders[CASES[name][1]][0], **own)]
+        assert_same_training([result[i] for result in results], wanted, 2e-5)
+
+
 def test_replicas_of_one_part_equal_one_process(open_pool, parts_of):
     graph = scholars()
     whole = [graph.schema.roots]
-    for name in ("rgcn", "sage-without", "hgt"):
-        model, uses_dst, own = CASES[name]
-        options = {"model": model, "batches": BATCHES, **own}
-        folder = parts_of(graph, whole, uses_dst=uses_dst, strategy="replicate", hosts=2)
-        results = open_pool(2).run(train_cases, [(folder, options)]).results
-        wanted = [train(parts_of(graph, whole, uses_dst=uses_dst), **options)]
-        assert_same_training([result for (result,) in results], wanted, 2e-5)
+    folders = {
+        u: (
+            parts_of(graph, whole, uses_dst=u),
+            parts_of(graph, whole, uses_dst=u, strategy="replicate", hosts=2),
+        )
+        for u in (True, False)
+    }
+    compare_replicas(open_pool, folders, ["rgcn", "sage-without", "hgt"], {})
 
 
 @pytest.mark.parametrize("cached", [None, Cache(200), Cache("1GiB")])
@@ -129,14 +143,10 @@ def test_edge_cut_equals_one_process(open_pool, parts_of, cached):
     graph = scholars()
     whole = [graph.schema.roots]
     owners = {name: torch.arange(n) * 7 % 3 % 2 for name, n in graph.num_nodes.items()}
-    for name in ("rgcn", "hgt"):
-        model, uses_dst, own = CASES[name]
-        options = {"model": model, "batches": BATCHES, **own}
-        folder = parts_of(graph, whole, owners, uses_dst=uses_dst, strategy="edge-cut", hosts=2)
-        trainer = {**own.get("trainer", {}), "cache": cached}
-        results = open_pool(2).run(train_cases, [(folder, {**options, "trainer": trainer})]).results
-        wanted = [train(parts_of(graph, whole, uses_dst=uses_dst), **options)]
-        assert_same_training([result for (result,) in results], wanted, 2e-5)
+    folders = {
+        True: (parts_of(graph, whole), parts_of(graph, whole, owners, strategy="edge-cut", hosts=2))
+    }
+    compare_replicas(open_pool, folders, ["rgcn", "hgt"], {"cache": cached})
 
 
 def test_seeds_without_edges_have_rows_of_zeros(open_pool, parts_of):
