@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 import adaqp
 import bytecheckpoint as bcp
 import gnnflow
+import heta
 import hybridflow as hy
 from shared.claims import read_demo
 from shared.comms import RankPool
@@ -246,6 +247,26 @@ def test_features_and_parts_of_gnnflow_are_read_from_files(tmp_path):
 # -- mspipe ---------------------------------------------------------------------------------
 
 
+def check_heta_run(folder, pool):
+    losses = writer.train_heta(folder, 4)
+    assert losses == pytest.approx(EXPECTED["heta"]["losses"], **CLOSE)
+
+
+def test_a_run_of_heta_on_two_parts_is_resumed(tmp_path, pool):
+    check_heta_run(writer.unpack("heta", tmp_path), pool)
+
+
+def test_parts_of_heta_are_the_graphs_relations(tmp_path):
+    folder, graph = writer.unpack("heta", tmp_path), writer.heta_graph()
+    parts = [heta.load(folder / "parts", part=number) for number in (0, 1)]
+    assert {root for part in parts for root in part.roots} == set(graph.schema.roots)
+    for part in parts:
+        assert torch.equal(part.label, graph.label)
+        assert torch.equal(part.feat["paper"], graph.feat["paper"])
+        for root in part.roots:
+            assert torch.equal(part.csr(root).indices.long(), graph.csr(root).indices.long())
+
+
 def check_mspipe_training(folder, pool):
     expected = EXPECTED["mspipe"]
     pipe, passes = writer.mspipe_run(folder / "training")
@@ -386,6 +407,7 @@ def flip(file, tensor):
         ("adaqp", "parts/part1.safetensors", "feat", check_adaqp_parts),
         ("gnnflow", "graph.safetensors", "eids", check_gnnflow_graph),
         ("gnnflow", "continual/*.safetensors", "head.src.weight", check_gnnflow_continual),
+        ("heta", "parts/part0/tensors.safetensors", "feat:0", check_heta_run),
         ("mspipe", "training/training.pt", None, check_mspipe_training),
         ("mspipe", "memory.safetensors", "rows", check_mspipe_memory),
         ("hybridflow", "run/*/actor/__1_0.distcp", None, check_hybridflow_weights),

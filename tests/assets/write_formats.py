@@ -1,8 +1,8 @@
 """Writes one small file or folder of every format that the packages save and read again.
 
 All of it was written with version 0.1.0, through public names and command lines only, and lies in one
-zip a package (`adaqp.zip`, `bytecheckpoint.zip`, `gnnflow.zip`, `hybridflow.zip`, `mspipe.zip`,
-`shared.zip`). `expected.json` holds what was in memory then, and how a run without interruption went
+zip a package (`adaqp.zip`, `bytecheckpoint.zip`, `gnnflow.zip`, `heta.zip`, `hybridflow.zip`,
+`mspipe.zip`, `shared.zip`). `expected.json` holds what was in memory then, and how a run without interruption went
 on; tensors stand there as hashes of their bytes. `tests/test_formats.py` reads everything and compares.
 
 - `bytecheckpoint`: `run`, step 3 of a run of two ranks: a module, AdamW, a DTensor and a flat shard cut
@@ -12,6 +12,7 @@ on; tensors stand there as hashes of their bytes. `tests/test_formats.py` reads 
 - `gnnflow`: `graph.safetensors`, an undirected graph whose oldest edges have expired; `node.npy` and
   `edge.safetensors`, features; `continual`, a continual trainer's checkpoint after round 2, with its
   optimizer; `parts.npy`, what `gnnflow partition` writes.
+- `heta`: `parts`, a graph's relations on two hosts, and `run`, what `heta train` saves after epoch 2.
 - `mspipe`: `training`, the checkpoint of a run interrupted in its second pass; `memory.safetensors`, a
   node memory.
 - `hybridflow`: `run`, what `hybridflow train grpo-sort` on two tensor-parallel ranks saves after step 2,
@@ -52,6 +53,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import adaqp
 import bytecheckpoint as bcp
 import gnnflow
+import heta
 import hybridflow as hy
 import mspipe
 from shared.claims import Claim, write_demo
@@ -59,7 +61,7 @@ from shared.comms import RankPool
 from shared.topology import Cluster, Device, Link
 
 HERE = Path(__file__).parent
-PACKAGES = ("bytecheckpoint", "adaqp", "gnnflow", "mspipe", "hybridflow", "shared")
+PACKAGES = ("bytecheckpoint", "adaqp", "gnnflow", "heta", "mspipe", "hybridflow", "shared")
 TIMEOUT = timedelta(seconds=60)
 
 
@@ -515,6 +517,53 @@ def _pack(folder: Path) -> None:
             archive.writestr(entry, file.read_bytes(), zipfile.ZIP_DEFLATED, 9)
 
 
+# -- heta -----------------------------------------------------------------------------------
+
+
+def heta_graph() -> heta.HeteroGraph:
+    """Papers with features, and authors whose rows are learned."""
+    random = torch.Generator().manual_seed(3)
+
+    def draw(num_src: int, num_dst: int) -> tuple[Tensor, Tensor]:
+        src = torch.randint(num_src, (90,), generator=random)
+        return src, torch.randint(num_dst, (90,), generator=random)
+
+    is_train = torch.arange(30) % 4 > 0
+    return heta.HeteroGraph(
+        {"paper": 30, "author": 12},
+        {
+            ("author", "writes", "paper"): draw(12, 30),
+            ("paper", "cites", "paper"): draw(30, 30),
+            ("paper", "written_by", "author"): draw(30, 12),
+        },
+        {"paper": torch.randn(30, 5, generator=random)},
+        target="paper",
+        label=torch.randint(3, (30,), generator=random),
+        masks={"train": is_train, "val": ~is_train},
+        node_ids={"paper": [f"doi:{number}" for number in range(30)]},
+    )
+
+
+def train_heta(folder: Path, epochs: int) -> list[float]:
+    """Trains until an epoch, resuming where the run stopped; the losses of all epochs."""
+    arguments = ("--epochs", epochs, "--checkpoint", folder / "run", "--json", "-q")
+    status, printed = run_command("heta", "train", folder / "parts", *arguments)
+    assert status == 0
+    return [epoch["loss"] for epoch in json.loads(printed)["epochs"]]
+
+
+def write_heta(folder: Path) -> dict[str, Any]:
+    """Writes what heta saves."""
+    graph = heta_graph()
+    settings: dict[str, Any] = {"hidden": 4, "fanouts": [3, 3], "batch_size": 8}
+    heta.plan(graph, parts=2, strategy="raf", **settings).write(graph, folder / "parts")
+    train_heta(folder, 2)
+    whole = Path(shutil.copytree(folder, folder.with_name("whole")))
+    losses = train_heta(whole, 4)
+    shutil.rmtree(whole)
+    return {"losses": losses}
+
+
 def main() -> None:
     """Replaces all assets."""
     torch.set_num_threads(1)
@@ -530,6 +579,7 @@ def main() -> None:
             "adaqp": write_adaqp(folders["adaqp"], pool),
         }
     expected["gnnflow"] = write_gnnflow(folders["gnnflow"])
+    expected["heta"] = write_heta(folders["heta"])
     expected["mspipe"] = write_mspipe(folders["mspipe"])
     expected["hybridflow"] = write_hybridflow(folders["hybridflow"])
     write_shared(folders["shared"])

@@ -24,7 +24,7 @@ from heta.config import (
 from shared.cli import CheckpointOption, DemoOptions, JsonOption, run_command
 from shared.errors import ConfigError
 from shared.files import check_exists, read_json, read_text, write_atomically
-from shared.training.progress import show_progress
+from shared.training.progress import is_progress_hidden, show_progress
 from shared.units import format_bytes, parse_bytes, parse_rate
 
 if TYPE_CHECKING:
@@ -183,7 +183,9 @@ class Train(_OnParts, CheckpointOption):
 
 
 def print_epoch(epoch: dict[str, Any]) -> None:
-    """Prints an epoch's loss and scores on stderr, as soon as it ends."""
+    """Prints an epoch's loss and scores on stderr, as soon as it ends, unless progress is hidden."""
+    if is_progress_hidden():
+        return
     from heta.training.jobs.reports import describe_scores
 
     scores = describe_scores(epoch["val"])
