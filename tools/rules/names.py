@@ -71,7 +71,6 @@ SAME_ROLE = {
 # Exported class names that mean two things, and what they mean where. They keep their names for
 # those who import them.
 EXPORTED_CLASHES = {
-    "Cache": {"heta": "memory for copies of rows, and how they are chosen"},
     "CheckpointCallback": {"bytecheckpoint": "the callback of Lightning, and that of transformers"},
     "CostModel": {
         "hybridflow": "a model that scores harm, and in `hybridflow.mapping` one of times"

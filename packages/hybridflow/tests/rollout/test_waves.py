@@ -9,7 +9,7 @@ from hybridflow.models import pieces
 from hybridflow.models.config import read_config
 from hybridflow.models.decoder import Decoder, Shard
 from hybridflow.rollout.native.generator import generate
-from hybridflow.rollout.native.kv_cache import Cache
+from hybridflow.rollout.native.kv_cache import KVCache
 from hybridflow.rollout.native.waves import cache_bytes, plan_waves
 from hybridflow.rollout.sampling import Sampling
 from shared.errors import ConfigError
@@ -35,7 +35,7 @@ def prompts_of(lengths):
 
 
 def test_the_figure_is_what_the_cache_allocates(model):
-    assert cache_bytes(model, 3, 7, 5, 4) == Cache(model, 3, 7, 5, 4).nbytes
+    assert cache_bytes(model, 3, 7, 5, 4) == KVCache(model, 3, 7, 5, 4).nbytes
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -25,7 +25,7 @@ from hybridflow.models.decoder import Decoder
 from hybridflow.models.pipeline import run_forward
 from hybridflow.rollout.end_tokens import resolve_by_config
 from hybridflow.rollout.native import cuda_graphs as native_graphs
-from hybridflow.rollout.native.kv_cache import Cache
+from hybridflow.rollout.native.kv_cache import KVCache
 from hybridflow.rollout.native.slots import SampleTable, SlotTable
 from hybridflow.rollout.native.stage_ring import Ring
 from hybridflow.rollout.native.waves import plan_waves
@@ -189,7 +189,7 @@ class _Run:
         # The last token of a response is never fed back to the model.
         num_own = max(1, sampling.max_new_tokens - 1)
         num_prompts, width = padded.shape
-        self.cache = Cache(model, num_prompts, width, num_places, num_own)
+        self.cache = KVCache(model, num_prompts, width, num_places, num_own)
         self._prefill(padded)
         num_groups = model.shard.num_stages
         bounds = [

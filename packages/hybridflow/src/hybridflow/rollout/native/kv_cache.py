@@ -12,10 +12,10 @@ from hybridflow.models.decoder import Attend, Decoder, Layer, see_causally
 from hybridflow.models.rotary import rotate
 from shared.kernels.decode import Places, attend
 
-__all__ = ["Cache"]
+__all__ = ["KVCache"]
 
 
-class Cache:
+class KVCache:
     """The key-value cache of this stage's layers; keys at index 0, values at 1, positions last."""
 
     def __init__(
