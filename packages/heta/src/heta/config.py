@@ -195,6 +195,8 @@ class GraphOptions(JsonOption):
 
     def __post_init__(self) -> None:
         """Checks what needs no graph."""
+        if self.parts < 1:
+            raise ConfigError(f"parts: expected 1 or more, got {self.parts}")
         if self.fanouts and len(self.fanouts) != self.layers:
             raise ConfigError(
                 f"fanouts: expected {self.layers}, one a layer, got {len(self.fanouts)}"
