@@ -57,11 +57,7 @@ MISTAKES: dict[str, list[Mistake]] = {
         ("PROG plan nowhere.py:graph", 1, "graph: expected file.py:function or module:function"),
         ("PROG plan flights:late15 --strategy rfa", 2, "strategy: expected one of auto, raf"),
         ("PROG plan flights:late15 --network-rate fast", 2, "expected a rate"),
-        (
-            "PROG partition flights:late15:9 --parts 0 --out more",
-            1,
-            "parts: expected a whole number",
-        ),
+        ("PROG partition flights --parts 0 --out more", 2, "parts: expected 1 or more, got 0"),
         ("PROG train nowhere", 1, "nowhere: expected a folder that `heta partition` wrote"),
         ("PROG train parts --model rgnc", 1, "model: expected one of rgcn"),
         ("PROG train parts --epochs 0", 1, "epochs: expected 1 or more, got 0"),
