@@ -41,6 +41,8 @@ def _conv(name):
             return pyg.GATConv(dims, out_dim // 2, heads=2, add_self_loops=False)
         if name == "transformer":
             return pyg.TransformerConv(dims, out_dim // 2, heads=2)
+        if name == "half":  # relations of one part read their destinations' rows, others' do not
+            return pyg.SAGEConv(dims, out_dim, root_weight=relation[1] == "writes")
         return {"sage": pyg.SAGEConv, "graph": pyg.GraphConv}[name](dims, out_dim)
 
     return make
@@ -61,6 +63,7 @@ MODELS = {
     "hgt": lambda part: HGT(part, HIDDEN, CLASSES, heads=2),
     "bghgnn": lambda part: BGHGNN(part, HIDDEN, CLASSES, heads=2),
     "sage-sum": _own_convs("sage", "sum", nn.PReLU),
+    "half-sum": _own_convs("half", "sum"),
     "sage-mean": _own_convs("sage", "mean"),
     "gat-mean": _own_convs("gat", "mean", nn.Tanh),
     "graph-max": _own_convs("graph", "max"),

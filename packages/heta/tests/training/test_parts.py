@@ -28,6 +28,7 @@ CASES = {
     "bghgnn": ("bghgnn", True, {}),
     "sage": ("sage-sum", True, {"trainer": {"optimizer": adam}}),
     "sage-without": ("sage-sum", False, {}),
+    "half": ("half-sum", True, {}),
     "gat": ("gat-mean", True, {}),
     "max": ("graph-max", True, {}),
     "stack": ("transformer-stack", True, {}),
@@ -77,7 +78,7 @@ def test_three_parts_with_labels_missing_and_a_relation_without_edges(open_pool,
 
 
 def test_one_layer(open_pool, parts_of):
-    names = ["rgcn", "sage-without", "stack", "bghgnn"]
+    names = ["rgcn", "sage-without", "stack", "bghgnn", "half"]
     compare(open_pool, parts_of, scholars(), TWO, names, layers=1)
 
 
