@@ -150,7 +150,7 @@ def test_rates_of_streams_are_those_of_copies_beside_work(monkeypatch):
 def test_a_files_own_memory_is_told(tmp_path):
     with closing(FileStore(tmp_path)) as store:
         found = measure_store(store, lambda: None)
-    assert found.own_bytes == 4 << 20, "direct I/O copies through memory that begins at a page"
+    assert found.own_bytes == 1 << 20, "direct I/O copies through memory that begins at a page"
 
 
 def test_no_more_is_stored_than_the_limit(monkeypatch):
