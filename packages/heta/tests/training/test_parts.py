@@ -1,6 +1,7 @@
 """Any number of parts and replicas against one process: losses, logits, gradients and updates."""
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -115,7 +116,9 @@ def test_a_part_whose_roots_end_below_the_last_layer_and_one_without_roots(open_
 
 def compare_replicas(open_pool, folders, names, trainer):
     """Trains the cases on two ranks that share a batch out, and compares with one process."""
-    options = [{"model": CASES[n][0], "batches": BATCHES, **CASES[n][2]} for n in names]
+    options: list[dict[str, Any]] = [
+        {"model": CASES[n][0], "batches": BATCHES, **CASES[n][2]} for n in names
+    ]
     cases = [
         (folders[CASES[n][1]][1], {**own, "trainer": {**own.get("trainer", {}), **trainer}})
         for n, own in zip(names, options, strict=True)
