@@ -52,7 +52,7 @@ PEERS = [
         "why": "fastest wherever nothing but gradients travels",
     },
 ]
-HOSTS, TURNS = 2, 9
+HOSTS, TURNS = 2, 7
 RATES = {"100mbit": 12.5e6, "1gbit": 125e6}
 CASES = [
     # graph, rate, aim against DistDGL, aim against our edge-cut
