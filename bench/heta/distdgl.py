@@ -141,12 +141,14 @@ def work(folder: str, rank: int, num_hosts: int, master: str) -> None:
             label = g.nodes[target].data["label"][seeds[target]].long()
             loss = torch.nn.functional.cross_entropy(model(blocks, rows), label)
             optimizer.zero_grad()
+            if sparse is not None:
+                sparse.zero_grad()  # else rows of all earlier steps are updated again
             loss.backward()
             optimizer.step()
             if sparse is not None:
                 sparse.step()
             seconds.append(time.perf_counter() - began)
-            losses.append(float(loss))
+            losses.append(loss.item())
         print(json.dumps({"seconds": seconds, "losses": losses}), flush=True)
 
 
