@@ -72,6 +72,7 @@ def plan_by_hand(
     fanouts=None,
     strategy="raf",
     hosts=None,
+    head_dim=None,
 ):
     """A plan with these roots for each part: relations, or (relation, index, count) where cut."""
     schema = graph.schema
@@ -121,4 +122,5 @@ def plan_by_hand(
         alternatives=(),
         alpha_s=0.0,
         beta_s_per_byte=0.0,
+        head_dim=head_dim,
     )

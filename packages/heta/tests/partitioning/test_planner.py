@@ -79,8 +79,8 @@ def _network(num_parts, rate=100 * Mbps, num_merges=1):
     return Network(
         link=Link.from_rate(rate, alpha_s=1e-4),
         num_parts=num_parts,
-        merge_bytes=2048 * 64 * 4,
-        num_merges=num_merges,
+        merged_bytes=(2048 * 64 * 4,) * num_merges,
+        head_bytes=0,
         hidden=64,
         rates=StepRates(),
     )

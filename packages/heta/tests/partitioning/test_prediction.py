@@ -21,8 +21,8 @@ def _network(num_parts, num_merges=1, rates=FREE, alpha_s=0.0):
     return Network(
         link=Link(alpha_s=alpha_s, beta_s_per_byte=1e-6),
         num_parts=num_parts,
-        merge_bytes=1000.0,
-        num_merges=num_merges,
+        merged_bytes=(1000,) * num_merges,
+        head_bytes=0,
         hidden=4,
         rates=rates,
     )

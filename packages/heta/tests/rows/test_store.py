@@ -48,7 +48,7 @@ def test_row_adam_is_adam_on_rows_that_are_always_touched():
     weight = table.clone().requires_grad_()
     adam = torch.optim.Adam([weight], 0.1, weight_decay=0.01)
     for step in range(4):
-        requests = store.read({"a": torch.arange(10)})
+        requests = store.read_learnable({"a": torch.arange(10)})
         (requests["a"].rows.sin() * (step + 1)).sum().backward()
         store.give_back(requests)
         adam.zero_grad()
@@ -63,7 +63,7 @@ def test_row_adam_is_sparse_adam_on_rows_of_one_age():
     sparse = torch.optim.SparseAdam([weight], 0.1)
     ids = torch.tensor([7, 2, 5])
     for _ in range(3):
-        requests = store.read({"a": ids})
+        requests = store.read_learnable({"a": ids})
         requests["a"].rows.square().sum().backward()
         store.give_back(requests)
         sparse.zero_grad()
@@ -80,7 +80,7 @@ def test_row_adagrad_divides_by_the_root_of_summed_mean_squares():
     table, store = make_store(RowAdagrad(lr=0.5))
     total = torch.zeros(10)
     for _ in range(2):
-        requests = store.read({"a": torch.tensor([4, 1])})
+        requests = store.read_learnable({"a": torch.tensor([4, 1])})
         requests["a"].rows.square().sum().backward()
         grads = 2 * table[[4, 1]]
         total[[4, 1]] += grads.square().mean(1)
@@ -91,14 +91,14 @@ def test_row_adagrad_divides_by_the_root_of_summed_mean_squares():
 
 def test_a_row_that_was_read_without_a_gradient_counts_as_touched():
     _, store = make_store(RowAdam(lr=0.1))
-    requests = store.read({"a": torch.tensor([3])})
+    requests = store.read_learnable({"a": torch.tensor([3])})
     store.give_back(requests)
     assert store.tables["a"].state["steps"].tolist()[3] == 1
 
 
 def test_rows_that_are_read_for_predictions_take_no_gradients():
     _, store = make_store(RowAdam())
-    requests = store.read({"a": torch.tensor([3])}, with_gradients=False)
+    requests = store.read_learnable({"a": torch.tensor([3])}, with_gradients=False)
     assert not requests["a"].rows.requires_grad
 
 

@@ -6,11 +6,14 @@ from typing import Any
 import pytest
 import torch
 from graphs import CITED_BY, CITES, HAS, PAID, WRITES, scholars
-from running import assert_same_training, train, train_cases
+from running import HIDDEN, MODELS, assert_same_training, train, train_cases
 
 from heta.graph.hetero_graph import HeteroGraph
+from heta.graph.part import load
 from heta.rows.cache import Cache
 from heta.rows.optimizers import RowAdagrad, RowAdam
+from heta.training.trainer import Trainer
+from shared.errors import ConfigError
 
 pytestmark = pytest.mark.unchecked
 
@@ -46,7 +49,9 @@ def hide(graph, relation):
     return HeteroGraph(graph.num_nodes, edges, graph.feat, target="paper", label=label)
 
 
-def compare(open_pool, parts_of, graph, assignment, names, ranks=None, layers=2, fanouts=None):
+def compare(
+    open_pool, parts_of, graph, assignment, names, ranks=None, layers=2, fanouts=None, head_dim=None
+):
     """Trains the cases on ranks and in one process, and compares."""
     one_parts, several_parts, options = {}, {}, []
     for name in names:
@@ -54,7 +59,7 @@ def compare(open_pool, parts_of, graph, assignment, names, ranks=None, layers=2,
         if uses_dst not in one_parts:
             shape = {"uses_dst": uses_dst, "layers": layers}
             one_parts[uses_dst] = parts_of(graph, [graph.schema.roots], **shape)
-            several_parts[uses_dst] = parts_of(graph, assignment, **shape)
+            several_parts[uses_dst] = parts_of(graph, assignment, head_dim=head_dim, **shape)
         options.append({"model": model, "batches": BATCHES, "fanouts": fanouts, **own})
     sides = [CASES[name][1] for name in names]
     cases = [(several_parts[side], own) for side, own in zip(sides, options, strict=True)]
@@ -81,6 +86,65 @@ def test_three_parts_with_labels_missing_and_a_relation_without_edges(open_pool,
 def test_one_layer(open_pool, parts_of):
     names = ["rgcn", "sage-without", "stack", "bghgnn", "half"]
     compare(open_pool, parts_of, scholars(), TWO, names, layers=1)
+
+
+# Heads are linear, and relations are summed or averaged.
+LINEAR = ["rgcn", "rgcn-without", "rgat-without", "sage", "half", "gat"]
+
+
+@pytest.mark.parametrize(("assignment", "ranks"), [(TWO, None), (THREE, None), (TWO, 4)])
+def test_merged_logits_equal_merged_rows(open_pool, parts_of, assignment, ranks):
+    names = LINEAR if ranks is None else ["rgcn", "gat"]
+    compare(open_pool, parts_of, scholars(), assignment, names, ranks=ranks, head_dim=3)
+
+
+def test_merged_logits_of_one_layer_and_of_a_part_without_roots(open_pool, parts_of):
+    rest = [WRITES, CITES, CITED_BY, HAS]
+    compare(open_pool, parts_of, scholars(), TWO, LINEAR, layers=1, head_dim=3)
+    compare(open_pool, parts_of, scholars(), [rest, []], LINEAR, head_dim=3)
+
+
+def sent_in_step(folder):
+    """Bytes by phase that this rank sends in a step of R-GCN."""
+    part = load(folder)
+    trainer = Trainer(part, MODELS["rgcn"](part), check_every=0)
+    before = trainer.group.ledger.snapshot()
+    trainer.step(range(40))
+    sent = trainer.group.ledger.snapshot().diff(before)
+    return {phase: traffic.sent_bytes for phase, traffic in sent.by_phase().items()}
+
+
+def test_logits_are_what_travels_where_they_are_narrower_than_rows(open_pool, parts_of):
+    shape = {"uses_dst": False}
+    pool = open_pool(2)
+    rows, logits = (
+        pool.run(sent_in_step, parts_of(scholars(), TWO, head_dim=n, **shape)).results[0]
+        for n in (None, 3)
+    )
+    # Of two ranks, each sends a state once in an all-reduce.
+    assert rows["merge"] == 40 * HIDDEN * 4
+    assert logits["merge"] == 40 * 3 * 4
+    # A head before the merge has another gradient on each part.
+    assert logits.get("gradients", 0) > rows.get("gradients", 0)
+
+
+@pytest.mark.parametrize(
+    ("model", "head_dim"), [("hgt", 3), ("graph-max", 3), ("transformer-stack", 3), ("rgcn", 2)]
+)
+def test_heads_that_may_not_stand_before_the_merge_are_refused(parts_of, model, head_dim):
+    part = load(parts_of(scholars(), TWO, head_dim=head_dim), 0)
+    with pytest.raises(ConfigError, match=r"head: the plan's head_dim=.*plan with head_dim=None"):
+        MODELS[model](part)
+
+
+def test_a_head_that_was_replaced_after_the_plan_is_refused(parts_of):
+    part = load(parts_of(scholars(), TWO, uses_dst=False, head_dim=3), 0)
+    model = MODELS["rgcn"](part)
+    model.head.register_forward_hook(lambda module, args, output: 2 * output)
+    batch = part.sample(torch.arange(40))
+    inputs = {n: torch.randn(len(ids), part.input_dim(n)) for n, ids in batch.inputs.items()}
+    with pytest.raises(ConfigError, match="without hooks"):
+        model(batch, inputs)
 
 
 @pytest.mark.slow

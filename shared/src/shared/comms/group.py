@@ -53,7 +53,7 @@ class Group:
         is_cuda = self.backend == "nccl"
         self.device = torch.device("cuda", torch.cuda.current_device()) if is_cuda else _CPU
         self._subgroups: dict[tuple[int, ...], Group] = {}
-        self._controls: dict[tuple[int, ...], Group] = {}
+        self._controls: dict[tuple[tuple[int, ...], str], Group] = {}
         self._mesh: DeviceMesh | None = None
 
     def __repr__(self) -> str:
@@ -145,7 +145,7 @@ class Group:
         return dist.PrefixStore(name, store.clone())
 
     @staticmethod
-    def control(process_group: ProcessGroup | None = None) -> Group:
+    def control(process_group: ProcessGroup | None = None, *, name: str = "") -> Group:
         """A gloo group of all ranks, or of a process group's, separate from the groups of training.
 
         For small messages and CPU tensors during training: its messages neither mix with nor wait
@@ -155,12 +155,14 @@ class Group:
 
         Args:
             process_group: whose ranks; None: those of the world.
+            name: groups of different names are separate, as a thread that exchanges messages by itself
+                needs one of its own.
 
         Raises:
             ConfigError: if this process is not in the process group.
         """
         world = Group.world()
-        key = world.ranks
+        ranks = world.ranks
         if process_group is not None:
             # torch gives ranks outside a group an integer in its place.
             if not isinstance(process_group, ProcessGroup):
@@ -168,19 +170,20 @@ class Group:
                     f"expected a process group that rank {dist.get_rank()} is in, got one of other "
                     f"ranks; let only its members take part"
                 )
-            key = tuple(sorted(dist.get_process_group_ranks(process_group)))
+            ranks = tuple(sorted(dist.get_process_group_ranks(process_group)))
+        key = ranks, name
         if key not in world._controls:
-            is_part = key != world.ranks
+            is_part = ranks != world.ranks
             if is_part:
-                _join_equally_many(world, key)
+                _join_equally_many(world, ranks)
             made = dist.new_group(
-                list(key),
+                list(ranks),
                 timeout=world.timeout,
                 backend="gloo",
                 use_local_synchronization=is_part,
             )
             assert isinstance(made, ProcessGroup), "only members call this"
-            world._controls[key] = Group(made, key, world.timeout, world.ledger)
+            world._controls[key] = Group(made, ranks, world.timeout, world.ledger)
         return world._controls[key]
 
     @staticmethod

@@ -30,7 +30,7 @@ class Part:
         host, num_hosts: which folder this is, and for how many hosts the plan was made.
         schema: the whole graph's.
         strategy: "raf", "edge-cut" or "replicate".
-        layers, hidden, uses_dst: the model that the plan was made for.
+        layers, hidden, uses_dst, head_dim: the model that the plan was made for.
         fanouts, batch_size: how the plan samples.
         roots: relations into the target that this part computes.
         shares: (index, count) of each root that is cut: this part computes it for the seeds with id
@@ -55,6 +55,7 @@ class Part:
     strategy: str
     layers: int
     hidden: int
+    head_dim: int | None
     uses_dst: bool
     fanouts: tuple[int, ...]
     batch_size: int

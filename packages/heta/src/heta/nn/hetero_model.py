@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from heta.combine import Merge, choose_merge
+from heta.combine import Mean, Merge, Sum, choose_merge
 from heta.graph.edges import RelationEdges
 from heta.graph.layers import list_active_relations
 from heta.graph.part import Part
@@ -96,8 +96,9 @@ class HeteroModel(nn.Module):
             like one relation more: `self_term(layer, node_type, in_dim, out_dim)`.
 
     Raises:
-        ConfigError: layers or `uses_dst` are not those of the plan, two modules share a parameter, or
-            a module's parameters have no shape yet.
+        ConfigError: layers or `uses_dst` are not those of the plan, two modules share a parameter,
+            a module's parameters have no shape yet, or the plan has a `head_dim` and the head is not
+            one linear layer of so many outputs on summed or averaged rows.
     """
 
     def __init__(
@@ -122,6 +123,12 @@ class HeteroModel(nn.Module):
         self.has_self_term = self_term is not None
         self.dims = self._list_dims(part)
         head = make_head(head, self.dims[-1][part.schema.target])
+        if part.head_dim is not None:
+            self._check_head(head, part.head_dim)
+        # The head of a sum is the sum of heads, so the narrower of rows and logits is merged.
+        self._merges_logits = (
+            part.num_parts > 1 and part.head_dim is not None and part.head_dim < hidden
+        )
         self._roots = frozenset(part.roots)
         makers = self._list_makers(conv, self_term)
         needed = {key for key in makers if self._is_needed(part, *key)}
@@ -141,7 +148,20 @@ class HeteroModel(nn.Module):
     @property
     def replicated(self) -> dict[str, nn.Parameter]:
         """Parameters behind the last merge: all parts compute them alike, gradients included."""
-        return {f"head.{name}": p for name, p in self.head.named_parameters()}
+        is_before = {"weight"} if self._merges_logits else ()
+        return {f"head.{n}": p for n, p in self.head.named_parameters() if n not in is_before}
+
+    def _check_head(self, head: nn.Module, head_dim: int) -> None:
+        """Refuses what may not be applied before the last merge."""
+        is_linear = type(head) is nn.Linear and head.out_features == head_dim
+        if is_linear and not head._forward_hooks and not head._forward_pre_hooks:
+            if type(self.merge) in (Sum, Mean) and type(self).finish is HeteroModel.finish:
+                return
+        raise ConfigError(
+            f"head: the plan's head_dim={head_dim} expects one torch.nn.Linear of {head_dim} outputs, "
+            f"without hooks, on rows that are summed or averaged, got {head} on "
+            f"{type(self.merge).__name__} in {type(self).__name__}; plan with head_dim=None"
+        )
 
     def _list_dims(self, part: Part) -> list[dict[str, int]]:
         """Widths of each type's rows, of input rows first and then by layer."""
@@ -237,6 +257,8 @@ class HeteroModel(nn.Module):
                 seeds = self._seed_rows(layer, batch, sources, seeds, exchange)
             rows = above
         assert seeds is not None, "the last layer computes them"
+        if self._merges_logits:
+            return seeds
         with exchange.same_random(0):
             return self.head(seeds)
 
@@ -333,6 +355,12 @@ class HeteroModel(nn.Module):
         if not inputs:
             inputs.append(self._compute_nothing(number, x_dst))
         state = self.combine_relations(inputs, num_rows, len(slots))
+        if self._merges_logits and number == self.num_layers:
+            head: Any = self.head
+            self._check_head(head, head.out_features)
+            logits = exchange.merge(number, self.merge, state.flatten(1) @ head.weight.t(), seeds)
+            logits = self._finalize(logits, len(slots), _call)
+            return logits if head.bias is None else logits + head.bias
         merged = exchange.merge(number, self.merge, state, seeds)
 
         def call(function: Callable[..., Tensor], *arguments: Tensor) -> Tensor:

@@ -110,6 +110,7 @@ class Plan:
         batch_size: seeds of a step over all hosts.
         hidden: width of hidden and learnable rows.
         uses_dst: whether modules read their destination's row.
+        head_dim: outputs of a linear head, which "raf" merges in place of wider rows; None for rows.
         assign: "time" or "lpt", the rule that assigned the roots.
         parts: the work of each part; with "edge-cut" and "replicate" every part has all roots.
         row_owner: part that owns each learnable type ("raf" only).
@@ -140,6 +141,7 @@ class Plan:
     beta_s_per_byte: float
     memory_bytes: int | None = None
     seed: int = 0
+    head_dim: int | None = None
 
     def to_json(self) -> str:
         """Writes the plan as JSON text, from which `from_json` makes an equal plan."""

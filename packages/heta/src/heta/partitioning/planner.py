@@ -41,6 +41,7 @@ def plan(
     rates: StepRates | None = None,
     memory_bytes: int | None = None,
     seed: int = 0,
+    head_dim: int | None = None,
 ) -> Plan:
     """Decides how to train on several hosts, and predicts a step.
 
@@ -60,6 +61,9 @@ def plan(
         rates: seconds for each unit of work, as `heta.profiler.measure_rates` measures them.
         memory_bytes: memory of each host for edges, features and rows; None for no limit.
         seed: seed of METIS.
+        head_dim: outputs of the model's head, if it is one linear layer and relations are summed or
+            averaged. The head of a sum is the sum of heads: "raf" then merges [seeds, head_dim]
+            logits in place of wider rows. None merges rows, which fits any head.
 
     Returns:
         The plan, with the predictions of all strategies.
@@ -74,6 +78,7 @@ def plan(
         STRATEGIES.check(strategy)
     for name, value in (
         ("layers", layers), ("parts", parts), ("batch_size", batch_size), ("hidden", hidden),
+        ("head_dim", 1 if head_dim is None else head_dim),
     ):  # fmt: skip
         if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
             raise ConfigError(f"{name}: expected a whole number of at least 1, got {value!r}")
@@ -95,6 +100,7 @@ def plan(
         rates=rates or StepRates(),
         memory_bytes=memory_bytes,
         seed=seed,
+        head_dim=None if head_dim is None else int(head_dim),
     )
     estimates = _estimate_all(request, strategy)
     alternatives = {name: _summarize(request, name, each) for name, each in estimates.items()}
@@ -119,6 +125,7 @@ def plan(
         beta_s_per_byte=float(link.beta_s_per_byte),
         memory_bytes=memory_bytes,
         seed=seed,
+        head_dim=request.head_dim,
     )
 
 

@@ -51,16 +51,16 @@ class Network:
     Attributes:
         link: the slowest link between two hosts.
         num_parts: number of hosts.
-        merge_bytes: one merge's state of the seeds.
-        num_merges: all-reduces of such states, forward and backward.
+        merged_bytes: the seeds' states in each all-reduce of them, forward and backward.
+        head_bytes: gradient of a head that parts apply before the last merge; 0 if they do so after.
         hidden: width of learnable rows.
         rates: seconds for each unit of work.
     """
 
     link: Link
     num_parts: int
-    merge_bytes: float
-    num_merges: int
+    merged_bytes: tuple[int, ...]
+    head_bytes: int
     hidden: int
     rates: StepRates
 
@@ -77,7 +77,7 @@ class Network:
     @property
     def merge_s(self) -> float:
         """Seconds of all merges."""
-        return self.num_merges * self.all_reduce_s(self.merge_bytes)
+        return sum(map(self.all_reduce_s, self.merged_bytes))
 
     def all_reduce_s(self, num_bytes: float) -> float:
         """Seconds of one all-reduce; none for no bytes or one part."""
@@ -102,8 +102,9 @@ class Network:
             main_s: [n, P] seconds of training on each part.
             sample_s: [n, P] seconds of sampling.
             touched: [n, P, L] rows of each learnable type.
-            shared_bytes: [n] parameters that several parts hold.
+            shared_bytes: [n] parameters of relations that several parts hold.
         """
+        shared_bytes = shared_bytes + self.head_bytes
         owner = find_owners(touched)
         is_owner = owner[:, None, :] == np.arange(self.num_parts)[:, None]
         fetched = np.where(is_owner, 0.0, touched)
@@ -119,7 +120,7 @@ class Network:
         network_s = network_s + self.exchange_rows_s(busiest, self.fetched_row_bytes, 3)
         row_bytes = self.hidden * FLOAT_BYTES
         sent = received * (ID_BYTES + row_bytes) + served * row_bytes
-        reduced = self.num_merges * self.merge_bytes + shared_bytes
+        reduced = sum(self.merged_bytes) + shared_bytes
         sent = sent + self.all_reduce_bytes(1.0) * reduced[:, None]
         waits_s = np.maximum(sample_s, network_s[:, None])
         return Step((main_s + waits_s).max(axis=1), main_s + sample_s, sent)

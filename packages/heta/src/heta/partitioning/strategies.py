@@ -57,6 +57,7 @@ class PlanRequest:
     rates: StepRates
     memory_bytes: int | None
     seed: int
+    head_dim: int | None
 
     def profile(
         self, batch_size: float, fractions: Mapping[Relation, float] | None = None
@@ -83,12 +84,18 @@ class PlanRequest:
     @cached_property
     def network(self) -> Network:
         """What parts exchange."""
+        row_bytes = self.batch_size * self.hidden * FLOAT_BYTES
+        last_bytes, head_bytes = row_bytes, 0
+        if self.head_dim is not None and self.head_dim < self.hidden:
+            last_bytes = self.batch_size * self.head_dim * FLOAT_BYTES
+            head_bytes = self.hidden * self.head_dim * FLOAT_BYTES
+        # Forward once a layer that computes the seeds; backward once for each below the last.
+        num_below = 2 * (self.layers - 1) if self.uses_dst else 0
         return Network(
             link=self.link,
             num_parts=self.num_parts,
-            merge_bytes=self.batch_size * self.hidden * FLOAT_BYTES,
-            # Forward once a layer that computes the seeds; backward once for each below the last.
-            num_merges=2 * self.layers - 1 if self.uses_dst else 1,
+            merged_bytes=(*[row_bytes] * num_below, last_bytes),
+            head_bytes=head_bytes,
             hidden=self.hidden,
             rates=self.rates,
         )

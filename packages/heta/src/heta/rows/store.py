@@ -2,12 +2,12 @@
 
 A row lies on its owner. Rows of other ranks are asked for in one exchange for all types; gradients
 go back the same way, are summed by the owner in the order of ranks, and change the row at once.
+Features never change: those of the next batch are read behind a step, by messages of their own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -91,6 +91,7 @@ class InputRows:
 
     Attributes:
         rank: this rank among all.
+        learnable, features: names of the types of either kind.
     """
 
     def __init__(
@@ -101,52 +102,72 @@ class InputRows:
         self.rank = group.rank if group is not None else 0
         self._size = group.world_size if group is not None else 1
         self._scratch: dict[str, Tensor] = {}
+        self.learnable = tuple(name for name, table in tables.items() if table.is_learnable)
+        self.features = tuple(name for name in tables if name not in self.learnable)
         # What every rank keeps whole needs no exchange, and no rank waits for one.
-        self._travelling = [
-            name for name, table in tables.items() if table.owners is not None and self._group
-        ]
-        self._waiting: list[tuple[str, list[Tensor], list[Tensor]]] = []
+        travelling = [name for name, table in tables.items() if table.owners is not None]
+        self._travelling = travelling if self._group is not None else []
+        self._features_group = None
+        if any(name in self.features for name in self._travelling):
+            # Another thread reads features while this one exchanges gradients.
+            self._features_group = Group.control(name="heta features")
         self._asked: dict[str, list[Tensor]] = {}
 
-    @property
-    def has_learnable(self) -> bool:
-        """Whether any type's rows are trained."""
-        return any(table.is_learnable for table in self.tables.values())
+    def read_features(self, wanted: Mapping[str, Tensor]) -> dict[str, RowRequest]:
+        """Reads rows of features; every rank calls it equally often, if with nothing.
 
-    def read(
-        self, wanted: Mapping[str, Tensor], *, with_gradients: bool = True
-    ) -> dict[str, RowRequest]:
-        """Reads rows; every rank calls it, if with nothing.
+        One thread may call it while another calls `read_learnable` and `give_back`.
 
         Args:
-            wanted: ids by type, each once.
-            with_gradients: whether learnable rows are leaves that take gradients, for `give_back`.
+            wanted: ids by type, each once; learnable types are left out.
         """
-        requests: dict[str, RowRequest] = {}
-        for name, ids in wanted.items():
-            table = self.tables[name]
-            if name in self._travelling:
-                continue
-            where = ids if table.owners is None else table.owners.local(ids)
-            rows = gather(table.rows, where)
-            requests[name] = RowRequest(ids, torch.arange(len(ids)), [len(ids)], rows)
-        if self._travelling:
-            asked = self._read_remote(wanted, requests)
-            if with_gradients:
-                self._asked = asked
-        for name, request in requests.items():
-            if with_gradients and self.tables[name].is_learnable:
+        return self._read(wanted, self.features, self._features_group)[0]
+
+    def read_learnable(
+        self, wanted: Mapping[str, Tensor], *, with_gradients: bool = True
+    ) -> dict[str, RowRequest]:
+        """Reads learnable rows; every rank calls it equally often, if with nothing.
+
+        Args:
+            wanted: ids by type, each once; types with features are left out.
+            with_gradients: whether the rows are leaves that take gradients, for `give_back`.
+        """
+        requests, asked = self._read(wanted, self.learnable, self._group)
+        if with_gradients:
+            self._asked = asked
+            for request in requests.values():
                 request.rows.requires_grad_()
         return requests
 
+    def _read(
+        self, wanted: Mapping[str, Tensor], names: Sequence[str], group: Group | None
+    ) -> tuple[dict[str, RowRequest], dict[str, list[Tensor]]]:
+        """Reads rows of some types; also returns what each rank asked for here, by type."""
+        requests: dict[str, RowRequest] = {}
+        for name in names:
+            if name in self._travelling or name not in wanted:
+                continue
+            table, ids = self.tables[name], wanted[name]
+            where = ids if table.owners is None else table.owners.local(ids)
+            rows = gather(table.rows, where)
+            requests[name] = RowRequest(ids, torch.arange(len(ids)), [len(ids)], rows)
+        travelling = [name for name in names if name in self._travelling]
+        if not travelling:
+            return requests, {}
+        assert group is not None, "rows travel between ranks only"
+        return requests, self._read_remote(wanted, travelling, group, requests)
+
     def _read_remote(
-        self, wanted: Mapping[str, Tensor], requests: dict[str, RowRequest]
+        self,
+        wanted: Mapping[str, Tensor],
+        travelling: Sequence[str],
+        group: Group,
+        requests: dict[str, RowRequest],
     ) -> dict[str, list[Tensor]]:
         """Reads the rows that travel; returns what each rank asked for here, by type."""
-        assert self._group is not None, "rows travel between ranks only"
         empty = torch.empty(0, dtype=torch.int64)
         asked: dict[str, tuple[Tensor, Tensor, list[int]]] = {}
-        for name in self._travelling:
+        for name in travelling:
             ids = wanted.get(name, empty)
             table = self.tables[name]
             assert table.owners is not None, "it travels"
@@ -157,7 +178,7 @@ class InputRows:
             asked[name] = ids, order, torch.bincount(owner, minlength=self._size).tolist()
         counts = torch.tensor([[a[2][rank] for a in asked.values()] for rank in range(self._size)])
         counts[self.rank] = 0
-        theirs = torch.stack(all_gather(self._group, counts))[:, self.rank]
+        theirs = torch.stack(all_gather(group, counts))[:, self.rank]
         ids_to = [
             torch.cat([_slice(a[0][a[1]], a[2], rank) for a in asked.values()])
             if rank != self.rank
@@ -167,26 +188,26 @@ class InputRows:
         ids_from = [
             torch.empty(int(theirs[rank].sum()), dtype=torch.int64) for rank in range(self._size)
         ]
-        with self._phase("rows"):
-            all_to_all_v(self._group, ids_to, ids_from)
+        with group.ledger.phase("rows"):
+            all_to_all_v(group, ids_to, ids_from)
         replies = []
-        asked_here: dict[str, list[Tensor]] = {name: [] for name in self._travelling}
+        asked_here: dict[str, list[Tensor]] = {name: [] for name in travelling}
         for rank in range(self._size):
             sizes = theirs[rank].tolist()
             parts = []
-            for name, ids in zip(self._travelling, ids_from[rank].split(sizes), strict=True):
+            for name, ids in zip(travelling, ids_from[rank].split(sizes), strict=True):
                 table = self.tables[name]
                 where = table.owners.local(ids)  # pyrefly: ignore
                 asked_here[name].append(where)
                 parts.append(gather(table.rows, where).flatten())
             replies.append(torch.cat(parts))
-        dims = {name: self.tables[name].rows.shape[1] for name in self._travelling}
+        dims = {name: self.tables[name].rows.shape[1] for name in travelling}
         incoming = [
-            torch.empty(sum(int(counts[rank, i]) * dims[n] for i, n in enumerate(self._travelling)))
+            torch.empty(sum(int(counts[rank, i]) * dims[n] for i, n in enumerate(travelling)))
             for rank in range(self._size)
         ]
-        with self._phase("rows"):
-            all_to_all_v(self._group, replies, incoming)
+        with group.ledger.phase("rows"):
+            all_to_all_v(group, replies, incoming)
         offsets = [0] * self._size
         for i, (name, (ids, order, by_rank)) in enumerate(asked.items()):
             table, parts = self.tables[name], []
@@ -217,15 +238,14 @@ class InputRows:
 
         A learnable row that was read and got no gradient counts as touched, by a gradient of 0.
         """
-        learnable = [name for name, table in self.tables.items() if table.is_learnable]
         grads = {
-            name: _gradient(requests[name]) if name in requests else None for name in learnable
+            name: _gradient(requests[name]) if name in requests else None for name in self.learnable
         }
-        received: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name in learnable}
+        received: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name in self.learnable}
         travelling = [name for name in self._travelling if name in grads]
         if travelling:
             self._send_gradients(travelling, requests, grads, received)
-        for name in learnable:
+        for name in self.learnable:
             table, request, grad = self.tables[name], requests.get(name), grads[name]
             parts = received[name]
             if request is not None and grad is not None and name not in travelling:
@@ -263,7 +283,7 @@ class InputRows:
             for rank in range(self._size)
         ]
         recvs = [torch.empty(size) for size in sizes]
-        with self._phase("row gradients"):
+        with self._group.ledger.phase("row gradients"):
             all_to_all_v(self._group, sends, recvs)
         for rank in range(self._size):
             offset = 0
@@ -294,12 +314,6 @@ class InputRows:
         total = torch.zeros(len(rows), table.rows.shape[1])
         total.index_add_(0, position, torch.cat([grad for _, grad in parts]))
         self.optimizer.step(table.rows, table.state, rows, total)
-
-    @contextmanager
-    def _phase(self, name: str) -> Iterator[None]:
-        assert self._group is not None, "rows travel between ranks only"
-        with self._group.ledger.phase(name):
-            yield
 
 
 def _slice(values: Tensor, counts: list[int], index: int) -> Tensor:

@@ -41,7 +41,7 @@ def fill_caches(
     remote = {
         name: table
         for name, table in store.tables.items()
-        if table.owners is not None and not table.is_learnable
+        if table.owners is not None and name in store.features
     }
     counts = {name: torch.zeros(table.num_nodes) for name, table in remote.items()}
     for number, chunk in enumerate(seeds.chunk(SAMPLED_BATCHES)):
@@ -58,7 +58,7 @@ def fill_caches(
         counts[name][table.owners.owned_by(store.rank, table.num_nodes)] = 0
     row_bytes = {name: table.rows.shape[1] * 4 for name, table in remote.items()}
     ids = fill_cache(counts, _time_misses(store, counts), row_bytes, int(cache.bytes), cache.policy)
-    requests = store.read(ids, with_gradients=False)
+    requests = store.read_features(ids)
     for name, request in requests.items():
         remote[name].cache = RemoteRowCache(request.ids, request.rows, remote[name].num_nodes)
 
@@ -81,6 +81,6 @@ def _fastest(store: InputRows, wanted: dict[str, Tensor]) -> float:
     times = []
     for _ in range(_TRIALS):
         began = time.perf_counter()
-        store.read(wanted, with_gradients=False)
+        store.read_features(wanted)
         times.append(time.perf_counter() - began)
     return min(times)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, get_args
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import StorageReader, StorageWriter
 
 from heta.graph.part import Part
-from heta.graph.sampler import Batch, check_fanouts, read_seeds
+from heta.graph.sampler import check_fanouts, read_seeds
 from heta.nn.hetero_model import HeteroModel, LocalExchange
 from heta.rows.cache import Cache
 from heta.rows.optimizers import RowAdam, RowOptimizer
@@ -33,10 +33,10 @@ from heta.training.checks import check_logits, check_model, check_modules, check
 from heta.training.evaluation import Evaluation, evaluate_logits
 from heta.training.exchange import PartExchange, Wire
 from heta.training.gradients import GradientSync
-from heta.training.tables import make_tables
+from heta.training.prefetch import BatchReader, PreparedBatch
+from heta.rows.tables import make_tables
 from shared.comms import Group, all_gather_v
 from shared.errors import ConfigError, DataError
-from shared.kernels.neighbors import relabel
 from shared.kernels.philox import stream_key
 from shared.training.messages import check_loss
 from shared.training.progress import show_progress
@@ -56,8 +56,9 @@ class EpochReport:
         loss: mean cross entropy over the epoch's seeds, before each step's update.
         num_steps: optimizer steps.
         seconds: of the whole epoch.
-        phases: seconds by phase: "sample" (waiting for the batch), "rows", "forward" and "backward"
-            with their exchanges, "sync", "update".
+        phases: seconds by phase: "sample" (waiting for the batch and its features), "rows" (learnable
+            ones), "forward" and "backward" with their exchanges, "sync", "update"; and "features",
+            which are read behind the step before.
         sent_bytes: bytes that this rank sent.
     """
 
@@ -141,8 +142,7 @@ class Trainer:
         self.sync.share_initial_values()
         self.optimizer = (optimizer or _adam)(model.parameters())
         self.epoch, self.step_number = 0, 0
-        self._tables: dict[str, Tensor] = {}
-        self._sampler = ThreadPoolExecutor(1, thread_name_prefix="heta-sampler")
+        self._reader = BatchReader(part, self.store, seed)
         self._is_checked = self._has_gradients = False
         self.phases: dict[str, float] = {}
         self._requests: dict[str, RowRequest] = {}
@@ -197,7 +197,7 @@ class Trainer:
         step = self.step_number if step is None else step
         seeds = read_seeds(seeds, self.part.schema)
         own = self._choose_seeds(seeds)
-        return self._backward(self._sample(own, epoch, step), seeds, epoch, step)
+        return self._backward(self._reader.submit(own, self.fanouts, epoch, step).result(), seeds, epoch, step)
 
     def update(self) -> None:
         """Applies the gradients that `backward` left: to parameters, and to learnable rows.
@@ -231,17 +231,19 @@ class Trainer:
     def steps(self, batches: Sequence[Any]) -> Iterator[float]:
         """Trains on batches one after another, and yields each one's loss.
 
-        The next batch is sampled while a step runs. Arguments and errors are `backward`'s.
+        The next batch is sampled and its features are read while a step runs. Arguments and errors
+        are `backward`'s.
         """
         batches = [read_seeds(seeds, self.part.schema) for seeds in batches]
-        pending = self._prefetch(batches[0], self.step_number) if len(batches) else None
+        own = [self._choose_seeds(seeds) for seeds in batches]
+        pending = self._prefetch(own[0], self.step_number) if own else None
         for number, seeds in enumerate(batches):
             assert pending is not None, "there is a batch"
             with self._phase("sample"):
-                batch = pending.result()
+                prepared = pending.result()
             if number + 1 < len(batches):
-                pending = self._prefetch(batches[number + 1], self.step_number + 1)
-            loss = self._backward(batch, seeds, self.epoch, self.step_number)
+                pending = self._prefetch(own[number + 1], self.step_number + 1)
+            loss = self._backward(prepared, seeds, self.epoch, self.step_number)
             self.update()
             yield loss
 
@@ -304,15 +306,8 @@ class Trainer:
         try:
             for chunk in seeds.split(self.batch_size):
                 own = self._choose_seeds(chunk)
-                batch = self.part.sample(
-                    own,
-                    fanouts,
-                    epoch=_EVALUATION_EPOCH,
-                    step=0,
-                    seed=self.seed,
-                    tables=self._tables,
-                )
-                logits, _ = self._forward(batch, chunk, with_gradients=False)
+                prepared = self._reader.submit(own, fanouts, _EVALUATION_EPOCH, 0).result()
+                logits, _ = self._forward(prepared, chunk, with_gradients=False)
                 parts.append(self._gather_logits(chunk, logits))
         finally:
             self.model.train(was_training)
@@ -381,8 +376,8 @@ class Trainer:
         return self.part.fingerprint.partition("-")[2]
 
     def close(self) -> None:
-        """Ends the thread that samples."""
-        self._sampler.shutdown()
+        """Ends the thread that prepares batches."""
+        self._reader.close()
 
     def _choose_seeds(self, seeds: Tensor) -> Tensor:
         """The seeds of this rank's replica."""
@@ -391,15 +386,11 @@ class Trainer:
             return seeds[owner[seeds] == self.replica]
         return seeds[self.replica :: self.num_replicas]
 
-    def _prefetch(self, seeds: Tensor, step: int) -> Future[Batch]:
-        return self._sampler.submit(self._sample, self._choose_seeds(seeds), self.epoch, step)
+    def _prefetch(self, own: Tensor, step: int) -> Future[PreparedBatch]:
+        return self._reader.submit(own, self.fanouts, self.epoch, step)
 
-    def _sample(self, seeds: Tensor, epoch: int, step: int) -> Batch:
-        return self.part.sample(
-            seeds, self.fanouts, epoch=epoch, step=step, seed=self.seed, tables=self._tables
-        )
-
-    def _backward(self, batch: Batch, seeds: Tensor, epoch: int, step: int) -> float:
+    def _backward(self, prepared: PreparedBatch, seeds: Tensor, epoch: int, step: int) -> float:
+        batch = prepared.batch
         label = self.part.label
         if label is None:
             raise DataError("expected a graph with labels, it has none; pass label= to HeteroGraph")
@@ -410,7 +401,7 @@ class Trainer:
             self._is_checked = True
         self.optimizer.zero_grad(set_to_none=True)
         self._has_gradients = False
-        logits, requests = self._forward(batch, seeds, epoch, step, with_gradients=True)
+        logits, requests = self._forward(prepared, seeds, epoch, step, with_gradients=True)
         check_logits(logits, batch, self.part)
         loss = nn.functional.cross_entropy(
             logits, label[batch.seeds].to(logits.device), ignore_index=-1, reduction="sum"
@@ -431,34 +422,29 @@ class Trainer:
 
     def _forward(
         self,
-        batch: Batch,
+        prepared: PreparedBatch,
         seeds: Tensor,
         epoch: int = 0,
         step: int = 0,
         *,
         with_gradients: bool,
     ) -> tuple[Tensor, dict[str, RowRequest]]:
+        batch, position = prepared.batch, prepared.seed_position
+        self._count_phase("features", prepared.features_s)
         with self._phase("rows"):
-            target = self.part.schema.target
-            wanted, inputs = dict(batch.inputs), dict[str, Tensor]()
-            position = None
-            if self.model.uses_dst:
-                first = wanted.get(target, batch.seeds[:0])
-                num_nodes = self.part.schema.num_nodes[target]
-                wanted[target], position = relabel(batch.seeds, num_nodes, first)
-            requests = self.store.read(wanted, with_gradients=with_gradients)
-            for name, ids in batch.inputs.items():
-                inputs[name] = requests[name].rows[: len(ids)]
+            learnable = self.store.read_learnable(prepared.wanted, with_gradients=with_gradients)
+            read = prepared.features | learnable
+            inputs = {name: read[name].rows[: len(ids)] for name, ids in batch.inputs.items()}
             seed_rows = None
             if position is not None:
-                seed_rows = requests[target].rows[position]
+                seed_rows = read[self.part.schema.target].rows[position]
         with self._phase("forward"):
             if isinstance(self._exchange, PartExchange):
                 self._exchange.begin(epoch, step, seeds)
             logits = self.model(batch, inputs, seed_rows, self._exchange)
             if isinstance(self._exchange, PartExchange):
                 self._exchange.check()
-        return logits, requests
+        return logits, learnable
 
     def _gather_logits(self, seeds: Tensor, own: Tensor) -> Tensor:
         if self.num_replicas == 1 or self.group is None:
@@ -482,7 +468,10 @@ class Trainer:
     def _phase(self, name: str) -> Iterator[None]:
         began = time.perf_counter()
         yield
-        self.phases[name] = self.phases.get(name, 0.0) + time.perf_counter() - began
+        self._count_phase(name, time.perf_counter() - began)
+
+    def _count_phase(self, name: str, seconds: float) -> None:
+        self.phases[name] = self.phases.get(name, 0.0) + seconds
 
 
 def _adam(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

@@ -1,0 +1,90 @@
+"""Samples batches and reads their features in a thread of its own, behind the steps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from heta.graph.part import Part
+from heta.graph.sampler import Batch
+from heta.rows.store import InputRows, RowRequest
+from shared.kernels.neighbors import relabel
+
+__all__ = ["BatchReader", "PreparedBatch"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PreparedBatch:
+    """A batch with what can be read before its step.
+
+    Attributes:
+        batch: the batch.
+        wanted: ids of all input rows by type, those of the seeds included where modules read them.
+        seed_position: where the seeds stand in `wanted`; None if modules do not read them.
+        features: rows of the types with features.
+        features_s: seconds that reading these took.
+    """
+
+    batch: Batch
+    wanted: dict[str, Tensor]
+    seed_position: Tensor | None
+    features: dict[str, RowRequest]
+    features_s: float
+
+
+class BatchReader:
+    """Prepares batches one after another; all ranks ask for them in one order.
+
+    Args:
+        part: this rank's part.
+        store: its rows.
+        seed: of the draws.
+    """
+
+    def __init__(self, part: Part, store: InputRows, seed: int) -> None:
+        self._part, self._store, self._seed = part, store, seed
+        self._tables: dict[str, Tensor] = {}
+        self._thread = _make_thread()
+
+    def submit(
+        self, own: Tensor, fanouts: Sequence[int], epoch: int, step: int
+    ) -> Future[PreparedBatch]:
+        """Begins to prepare a batch.
+
+        Args:
+            own: this rank's seeds.
+            fanouts: most in-edges of a node and relation, the hop next to the seeds first.
+            epoch, step: name the random draws.
+        """
+        return self._thread.submit(self._prepare, own, fanouts, epoch, step)
+
+    def close(self) -> None:
+        """Ends the thread; the next batch starts another."""
+        self._thread.shutdown()
+        self._thread = _make_thread()
+
+    def _prepare(
+        self, own: Tensor, fanouts: Sequence[int], epoch: int, step: int
+    ) -> PreparedBatch:
+        batch = self._part.sample(
+            own, fanouts, epoch=epoch, step=step, seed=self._seed, tables=self._tables
+        )
+        wanted, position = dict(batch.inputs), None
+        if self._part.uses_dst:
+            target = self._part.schema.target
+            first = wanted.get(target, own[:0])
+            wanted[target], position = relabel(own, self._part.schema.num_nodes[target], first)
+        began = time.perf_counter()
+        with torch.no_grad():
+            features = self._store.read_features(wanted)
+        return PreparedBatch(batch, wanted, position, features, time.perf_counter() - began)
+
+
+def _make_thread() -> ThreadPoolExecutor:
+    """One thread, which starts with its first batch."""
+    return ThreadPoolExecutor(1, thread_name_prefix="heta-reader")
