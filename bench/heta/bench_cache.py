@@ -69,7 +69,7 @@ def bench_cache(benchmark, record_claim, tmp_path, share):
         timed = benchmark.pedantic(lambda: time_in_turns(pool, ways, TURNS), rounds=1)
     for name, mine in timed.items():
         benchmark.extra_info[name] = (
-            f"{mine.phases['rows']:.4f} s fetching, {median(mine.step_s):.4f} s a step, "
+            f"{mine.phases['features']:.4f} s fetching, {median(mine.step_s):.4f} s a step, "
             f"{mine.sent_bytes / 1e6:.2f} MB"
         )
     reference = timed["none"].losses
@@ -86,8 +86,8 @@ def bench_cache(benchmark, record_claim, tmp_path, share):
             Claim(
                 name=f"fetching with a cache of {share:.0%} of remote bytes, {RATE}",
                 unit="s a step",
-                ours=ours.phases["rows"],
-                baseline=theirs.phases["rows"],
+                ours=ours.phases["features"],
+                baseline=theirs.phases["features"],
                 baseline_name=other,
                 higher_is_better=False,
                 correct=is_same and ours.sent_bytes < timed["none"].sent_bytes,

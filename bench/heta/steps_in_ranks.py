@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 import torch
 
 import heta
+from heta.nn.hetero_model import LocalExchange
 from shared.comms import Group, barrier
 
-STEPS_A_TURN = 4
+STEPS_A_TURN = 8
 
 
 @dataclass
@@ -32,21 +33,28 @@ class Timed:
     held_bytes: int = 0
 
 
-def make_trainer(folder: str, settings: dict) -> heta.Trainer:
+class AloneTrainer(heta.Trainer):
+    """A part that merges with nobody: what a step takes without the network, whatever it learns."""
+
+    def _make_exchange(self, *settings: object) -> LocalExchange:
+        return LocalExchange()
+
+
+def make_trainer(folder: str, settings: dict, kind: type[heta.Trainer] = heta.Trainer):
     """A trainer of R-GCN over this rank's part."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     part = heta.load(folder)
     model = heta.nn.RGCN(part, part.hidden, part.num_classes)
-    return heta.Trainer(part, model, **settings)
+    return kind(part, model, **settings)
 
 
 _TRAINERS: dict[str, heta.Trainer] = {}
 """Of this rank, between turns."""
 
 
-def open_ways(ways: dict[str, tuple[str, dict]]) -> dict[str, int]:
-    """Makes a trainer for each way, of its folder and settings; bytes that each holds."""
+def open_ways(ways: dict[str, tuple]) -> dict[str, int]:
+    """Makes a trainer for each way, of its folder, settings and class; bytes that each holds."""
     for trainer in _TRAINERS.values():
         trainer.close()
     _TRAINERS.clear()
@@ -78,13 +86,13 @@ def train_turn(name: str, turn: int) -> dict:
 
 
 def time_in_turns(
-    pool, ways: dict[str, tuple[str, dict]], turns: int, others: dict | None = None, warm: int = 1
+    pool, ways: dict[str, tuple], turns: int, others: dict | None = None, warm: int = 1
 ) -> dict[str, Timed]:
     """Takes turns with all ways, and with what runs beside them.
 
     Args:
         pool: ranks.
-        ways: folder and the trainer's settings, by name.
+        ways: folder, the trainer's settings and, if another one's, its class, by name.
         turns: measured turns.
         others: functions that train a turn's steps some other way: (seconds a step, losses).
         warm: turns before the measured ones.

@@ -31,7 +31,9 @@ def main() -> None:
     if is_first:
         graph = heta.data.flights("late15", days=arguments.days)
         num_parts = 1 if group is None else group.world_size
-        plan = heta.plan(graph, parts=num_parts, strategy="raf", uses_dst=False)
+        # R-GCN's head is linear: its two logits are merged in place of rows 64 wide.
+        head_dim = graph.num_classes
+        plan = heta.plan(graph, parts=num_parts, strategy="raf", uses_dst=False, head_dim=head_dim)
         print(plan.explain())
         plan.write(graph, arguments.folder)
     if group is not None:

@@ -12,7 +12,7 @@ from heta.training.jobs.comparison import StrategyComparison, Timing
 from shared.claims import faults, read_demo
 from shared.topology import Link
 
-TINY = demo.Size(days=3, batch_size=64, hidden=8, turns=1, steps_per_turn=2)
+TINY = demo.Size(days=3, batch_size=512, hidden=8, turns=1, steps_per_turn=2)
 
 
 @pytest.mark.slow

@@ -188,6 +188,8 @@ class GraphOptions(JsonOption):
     """Width of hidden and learnable rows."""
     uses_dst: bool = True
     """Modules do not read their destination's row, and parts merge once a step."""
+    head_dim: int | None = None
+    """Logits of a linear head on summed or averaged rows: merged in place of wider rows."""
     assign: Annotated[str, choice(ASSIGNMENTS)] = "time"
     """Rule that assigns relations to hosts: by predicted time, or by size as the paper does."""
     seed: int = 0
@@ -220,6 +222,7 @@ class GraphOptions(JsonOption):
             "batch_size": self.batch_size,
             "hidden": self.hidden,
             "uses_dst": self.uses_dst,
+            "head_dim": self.head_dim,
             "assign": self.assign,
             "seed": self.seed,
         }

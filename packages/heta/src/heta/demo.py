@@ -88,7 +88,12 @@ def compare(size: Size, rate: str | None) -> StrategyComparison:
     """
     with show_progress("heta: reading the flights"):
         graph = flights("late15", days=size.days)
-    settings = {"batch_size": size.batch_size, "hidden": size.hidden, "uses_dst": False}
+    settings = {
+        "batch_size": size.batch_size,
+        "hidden": size.hidden,
+        "uses_dst": False,
+        "head_dim": graph.num_classes,
+    }
     return compare_strategies(
         graph,
         TrainConfig(),

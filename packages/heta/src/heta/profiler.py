@@ -25,7 +25,7 @@ _REPEATS = 5
 def measure_rates(num_nodes: int = 200_000, num_rows: int = 20_000) -> StepRates:
     """Measures the rates of one rank with this process's threads, in a few seconds.
 
-    What a collective and a step cost besides their work needs ranks: those keep their defaults.
+    What packing, a collective and a step cost besides needs ranks: those keep their defaults.
 
     Args:
         num_nodes: rows of a table; more than caches hold.

@@ -98,7 +98,7 @@ def test_mag_is_cheap_only_where_cites_and_cited_by_stay_together():
             loads = workload.evaluate(np.stack([mine, 1 - mine]))
             shared = np.array([(loads.modules.sum(axis=0) > 1) @ workload.module_bytes])
             step = _network(2).predict_raf(
-                loads.main_s[None], loads.sample_s[None], loads.touched[None], shared
+                loads.main_s[None], loads.behind_s[None], loads.touched[None], shared
             )
             sent[frozenset(chosen)] = step.sent_bytes.sum() / 1e6
     assert len(sent) == 7

@@ -13,7 +13,7 @@ from shared.topology import Link
 
 FREE = StepRates(
     sampled_edge_s=0, gathered_byte_s=0, aggregated_byte_s=0, flop_s=0, module_s=0,
-    updated_byte_s=0, exchange_s=0, step_s=0,
+    updated_byte_s=0, packed_byte_s=0, exchange_s=0, step_s=0,
 )  # fmt: skip
 
 
@@ -39,7 +39,8 @@ def test_raf_sends_merges_touched_rows_and_shared_gradients():
     assert step.sent_bytes[0] == pytest.approx(
         [merged + 5 * (8 + 16) + 30 * 16, merged + 30 * (8 + 16) + 5 * 16]
     )
-    network_s = (merged + 30 * (8 + 16 + 16)) * 1e-6
+    # A byte more compares digests.
+    network_s = (merged + 1 + 30 * (8 + 16 + 16)) * 1e-6
     assert step.step_s[0] == pytest.approx(2.0 + max(0.25, network_s))
     assert step.compute_s[0] == pytest.approx([1.5, 2.25])
 
@@ -49,7 +50,8 @@ def test_a_ring_of_more_parts_sends_2_p_minus_1_over_p():
         np.zeros((1, 4)), np.zeros((1, 4)), np.zeros((1, 4, 0)), np.zeros(1)
     )
     assert step.sent_bytes[0] == pytest.approx([1500.0] * 4)
-    assert step.step_s[0] == pytest.approx(1500e-6)
+    # A byte more is the comparison's.
+    assert step.step_s[0] == pytest.approx(1501.5e-6)
 
 
 def test_messages_have_latency_and_collectives_an_overhead():
@@ -58,19 +60,20 @@ def test_messages_have_latency_and_collectives_an_overhead():
     bare = network.predict_raf(
         np.zeros((1, 3)), np.zeros((1, 3)), np.zeros((1, 3, 1)), np.zeros(1)
     ).step_s[0]
-    assert bare == pytest.approx(0.1 + 4 * (0.01 + 1000 / 3 * 1e-6))
+    # The merge, and the comparison of digests.
+    assert bare == pytest.approx(2 * 0.1 + 4 * (2 * 0.01 + 1001 / 3 * 1e-6))
     touched = np.array([[[9.0], [4.0], [2.0]]])
     fetching = network.predict_raf(np.zeros((1, 3)), np.zeros((1, 3)), touched, np.zeros(1)).step_s[
         0
     ]
-    # Ids, rows and gradients: three exchanges of two rounds; the owner serves six rows.
-    assert fetching - bare == pytest.approx(3 * (0.1 + 2 * 0.01) + 6 * 40e-6)
+    # Counts, ids, rows and gradients: four exchanges of two rounds; the owner serves six rows.
+    assert fetching - bare == pytest.approx(4 * (0.1 + 2 * 0.01) + 6 * 40e-6)
 
 
 def _zero():
     return {
         "sampled_edge_s": 0, "gathered_byte_s": 0, "aggregated_byte_s": 0, "flop_s": 0,
-        "module_s": 0, "updated_byte_s": 0, "exchange_s": 0, "step_s": 0,
+        "module_s": 0, "updated_byte_s": 0, "packed_byte_s": 0, "exchange_s": 0, "step_s": 0,
     }  # fmt: skip
 
 
@@ -87,10 +90,10 @@ def test_owners_update_the_rows_that_they_touch():
 def test_the_bound_is_never_above_the_step(seed):
     random = np.random.default_rng(seed)
     network = _network(3, rates=StepRates())
-    main_s, sample_s = random.uniform(0, 1e-2, (2, 100, 3))
+    main_s, behind_s = random.uniform(0, 1e-2, (2, 100, 3))
     touched = random.uniform(0, 500, (100, 3, 2))
-    step = network.predict_raf(main_s, sample_s, touched, random.uniform(0, 1000, 100))
-    bound_s = network.bound_raf(main_s, sample_s, touched)
+    step = network.predict_raf(main_s, behind_s, touched, random.uniform(0, 1000, 100))
+    bound_s = network.bound_raf(main_s, behind_s, touched)
     assert (bound_s <= step.step_s + 1e-12).all()
     assert (bound_s > 0.5 * step.step_s).all()
 
@@ -100,7 +103,8 @@ def test_copies_fetch_learnable_rows_from_their_owners():
     # Two thirds of the rows are another's: an id, the row and its gradient, of 4 floats each.
     sent = 600 * 4 / 3 + 10 * 2 / 3 * (8 + 2 * 16)
     assert step.sent_bytes[0] == pytest.approx([sent] * 3)
-    assert step.step_s[0] == pytest.approx(1.0 + sent * 1e-6)
+    # The loss is one more message of a byte.
+    assert step.step_s[0] == pytest.approx(1.0 + (sent + 4 / 3) * 1e-6)
 
 
 def test_edge_cut_fetches_remote_rows_and_returns_gradients_of_learnable_ones():
@@ -126,7 +130,7 @@ def test_work_of_two_roots_is_that_of_each_less_what_they_share(uses_dst):
     workload = Workload(profile_counts(schema, [5, 5], 64, uses_dst=uses_dst), StepRates(), 16)
     sets = np.array([[1, 0, 0, 0], [0, 1, 0, 0], [1, 1, 0, 0], [0.5, 0, 0, 0], [0, 0, 0, 0.0]])
     loads = workload.evaluate(sets)
-    for each in (loads.main_s - loads.main_s[4], loads.sample_s, *loads.touched.T):
+    for each in (loads.main_s - loads.main_s[4], loads.behind_s, *loads.touched.T):
         assert each[2] <= each[0] + each[1] + 1e-9
         assert each[2] >= max(each[0], each[1]) - 1e-9
         assert each[0] / 2 - 1e-9 <= each[3] <= each[0] + 1e-9

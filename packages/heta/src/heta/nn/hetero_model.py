@@ -154,9 +154,10 @@ class HeteroModel(nn.Module):
     def _check_head(self, head: nn.Module, head_dim: int) -> None:
         """Refuses what may not be applied before the last merge."""
         is_linear = type(head) is nn.Linear and head.out_features == head_dim
-        if is_linear and not head._forward_hooks and not head._forward_pre_hooks:
-            if type(self.merge) in (Sum, Mean) and type(self).finish is HeteroModel.finish:
-                return
+        has_hooks = bool(head._forward_hooks or head._forward_pre_hooks)
+        is_sum = type(self.merge) in (Sum, Mean) and type(self).finish is HeteroModel.finish
+        if is_linear and is_sum and not has_hooks:
+            return
         raise ConfigError(
             f"head: the plan's head_dim={head_dim} expects one torch.nn.Linear of {head_dim} outputs, "
             f"without hooks, on rows that are summed or averaged, got {head} on "

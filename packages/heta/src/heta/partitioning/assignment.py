@@ -74,7 +74,7 @@ class RootSearch:
             [P, S] the fraction of the seeds for which each part computes each root.
         """
         alone = self.workload.evaluate(np.eye(self._num_roots))
-        weights = alone.main_s + alone.sample_s
+        weights = alone.main_s + alone.behind_s
         counts = apportion(weights, self._num_parts)
         best, best_cost = self._solve(counts)
         if counts.sum() > _MAX_EXACT:
@@ -119,7 +119,7 @@ class RootSearch:
         self._prepare(counts)
         if weights is None:
             alone = self.workload.evaluate(np.eye(self._num_roots))
-            weights = alone.main_s + alone.sample_s
+            weights = alone.main_s + alone.behind_s
         num_random = _NUM_RANDOM_STARTS if len(self._unit_root) <= 2 * _MAX_EXACT else 0
         # Before an exact search, the local one only provides a bound.
         num_random = min(num_random, _NUM_BOUND_STARTS) if is_exact else num_random
@@ -209,7 +209,7 @@ class RootSearch:
         def is_promising(prefixes: np.ndarray) -> np.ndarray:
             sets = collect_sets(prefixes)
             bound_s = self.network.bound_raf(
-                loads.main_s[sets], loads.sample_s[sets], loads.touched[sets]
+                loads.main_s[sets], loads.behind_s[sets], loads.touched[sets]
             )
             return bound_s < best_cost
 
@@ -229,7 +229,7 @@ class RootSearch:
         """Costs of assignments [n, P], whose entries are rows of `fractions` and `loads`."""
         touched = loads.touched[sets]
         step = self.network.predict_raf(
-            loads.main_s[sets], loads.sample_s[sets], touched, shared_bytes
+            loads.main_s[sets], loads.behind_s[sets], touched, shared_bytes
         )
         cost = step.step_s + _TIE * np.sqrt(np.square(step.compute_s).mean(axis=1))
         if self.memory_bytes is not None:
@@ -253,7 +253,7 @@ class RootSearch:
     def find_heaviest(self, assignment: np.ndarray) -> int:
         """Finds the part that computes longest."""
         loads = self._parts(assignment).loads
-        return int((loads.main_s + loads.sample_s).argmax())
+        return int((loads.main_s + loads.behind_s).argmax())
 
     def change_costs(self, assignment: np.ndarray, changes: np.ndarray) -> np.ndarray:
         """Costs of an assignment with changes [n, 4], of which each alters two parts at most."""

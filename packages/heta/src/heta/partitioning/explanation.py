@@ -27,6 +27,7 @@ def explain(plan: Any) -> str:
         Lines on each part, a table of the strategies, why one was chosen, and what would help.
     """
     own_rows = "read" if plan.uses_dst else "not read"
+    head = "" if plan.head_dim is None else f", a linear head of {plan.head_dim}"
     link = format_rate(1 / plan.beta_s_per_byte) if plan.beta_s_per_byte else "no cost"
     lines = [
         (
@@ -35,7 +36,7 @@ def explain(plan: Any) -> str:
         ),
         (
             f"{plan.layers} layers, fan-outs {', '.join(map(str, plan.fanouts))}, {plan.batch_size:,} "
-            f"seeds, {plan.hidden} wide, own rows {own_rows}; links of {link}, "
+            f"seeds, {plan.hidden} wide, own rows {own_rows}{head}; links of {link}, "
             f"{format_s(plan.alpha_s)} a message."
         ),
         "",
@@ -135,6 +136,11 @@ def _advise(plan: Any) -> list[str]:
             advice.append(
                 f"Rows of {_shorten(fetched)} travel in each step: features instead of learnable "
                 "rows would stay where they are, and smaller fan-outs touch fewer."
+            )
+        if plan.strategy == "raf" and plan.head_dim is None:
+            advice.append(
+                f"A model with a linear head on summed rows can merge its logits in place of rows "
+                f"{plan.hidden} wide: plan with head_dim, the number of logits."
             )
         if plan.strategy == "raf" and plan.uses_dst and plan.layers > 1:
             advice.append(

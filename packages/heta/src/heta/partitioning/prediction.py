@@ -1,7 +1,7 @@
 """Predicted seconds and bytes of a step, for each strategy.
 
 Bytes are what the runtime sends for the expected rows. A step is the slowest part's training plus the
-longer of the network and the sampling of the next batch, which goes on behind it.
+longer of the network and of preparing the next batch, which goes on behind it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ from shared.topology.cost import ring_all_reduce_s
 from shared.topology.link import Link
 
 __all__ = ["Network", "Step", "find_owners"]
+
+# Counts, ids, rows, and gradients on their way back.
+_ROW_EXCHANGES = 4
 
 
 class Step(NamedTuple):
@@ -76,8 +79,9 @@ class Network:
 
     @property
     def merge_s(self) -> float:
-        """Seconds of all merges."""
-        return sum(map(self.all_reduce_s, self.merged_bytes))
+        """Seconds of all merges, and of comparing their digests."""
+        check_s = self.all_reduce_s(1.0)
+        return check_s + sum(map(self.all_reduce_s, self.merged_bytes))
 
     def all_reduce_s(self, num_bytes: float) -> float:
         """Seconds of one all-reduce; none for no bytes or one part."""
@@ -92,7 +96,7 @@ class Network:
     def predict_raf(
         self,
         main_s: np.ndarray,
-        sample_s: np.ndarray,
+        behind_s: np.ndarray,
         touched: np.ndarray,
         shared_bytes: np.ndarray,
     ) -> Step:
@@ -100,7 +104,7 @@ class Network:
 
         Args:
             main_s: [n, P] seconds of training on each part.
-            sample_s: [n, P] seconds of sampling.
+            behind_s: [n, P] seconds of preparing the next batch, behind the step.
             touched: [n, P, L] rows of each learnable type.
             shared_bytes: [n] parameters of relations that several parts hold.
         """
@@ -113,35 +117,41 @@ class Network:
         served = (is_owner * of_type[:, None, :]).sum(axis=2)
         updated = np.where(is_owner, touched, 0.0).sum(axis=2)
         main_s = main_s + updated * self.updated_row_bytes * self.rates.updated_byte_s
+        packed_bytes = (received + served) * self.fetched_row_bytes
+        main_s = main_s + packed_bytes * self.rates.packed_byte_s
         ring_s = self.all_reduce_s(1.0) - self.link.beta_s_per_byte * self.all_reduce_bytes(1.0)
         per_byte_s = self.link.beta_s_per_byte * self.all_reduce_bytes(1.0)
         network_s = self.merge_s + np.where(shared_bytes > 0, ring_s + per_byte_s * shared_bytes, 0)
         busiest = np.maximum(received, served).max(axis=1)
-        network_s = network_s + self.exchange_rows_s(busiest, self.fetched_row_bytes, 3)
+        network_s = network_s + self.exchange_rows_s(
+            busiest, self.fetched_row_bytes, _ROW_EXCHANGES
+        )
         row_bytes = self.hidden * FLOAT_BYTES
         sent = received * (ID_BYTES + row_bytes) + served * row_bytes
         reduced = sum(self.merged_bytes) + shared_bytes
         sent = sent + self.all_reduce_bytes(1.0) * reduced[:, None]
-        waits_s = np.maximum(sample_s, network_s[:, None])
-        return Step((main_s + waits_s).max(axis=1), main_s + sample_s, sent)
+        waits_s = np.maximum(behind_s, network_s[:, None])
+        return Step((main_s + waits_s).max(axis=1), main_s + behind_s, sent)
 
     def bound_raf(
-        self, main_s: np.ndarray, sample_s: np.ndarray, touched: np.ndarray
+        self, main_s: np.ndarray, behind_s: np.ndarray, touched: np.ndarray
     ) -> np.ndarray:
         """Computes a lower bound of n assignments' steps, which more relations only raise.
 
         Args:
             main_s: [n, P] seconds of training on each part.
-            sample_s: [n, P] seconds of sampling.
+            behind_s: [n, P] seconds of preparing the next batch, behind the step.
             touched: [n, P, L] rows of each learnable type.
         """
         # A type's owner serves all others, and touches most of its rows.
         served = (touched.sum(axis=1) - touched.max(axis=1)).max(axis=1, initial=0.0)
-        network_s = self.merge_s + self.exchange_rows_s(served, self.fetched_row_bytes, 3)
-        return (main_s + np.maximum(sample_s, network_s[:, None])).max(axis=1)
+        network_s = self.merge_s + self.exchange_rows_s(
+            served, self.fetched_row_bytes, _ROW_EXCHANGES
+        )
+        return (main_s + np.maximum(behind_s, network_s[:, None])).max(axis=1)
 
     def predict_copies(
-        self, main_s: float, sample_s: float, touched: float, union: float, param_bytes: float
+        self, main_s: float, behind_s: float, touched: float, union: float, param_bytes: float
     ) -> Step:
         """Predicts a step in which each rank holds all but learnable rows, which are dealt out by id.
 
@@ -149,22 +159,27 @@ class Network:
 
         Args:
             main_s: seconds of training on each rank.
-            sample_s: seconds of sampling.
+            behind_s: seconds of preparing the next batch, behind the step.
             touched: learnable rows that each rank touches.
             union: learnable rows that all ranks touch together; each is updated by its owner.
             param_bytes: parameters of the model.
         """
         main_s += union / self.num_parts * self.updated_row_bytes * self.rates.updated_byte_s
         fetched = touched * (self.num_parts - 1) / self.num_parts
-        network_s = self.all_reduce_s(param_bytes)
-        network_s += float(self.exchange_rows_s(np.array(fetched), self.fetched_row_bytes, 3))
+        # Each rank serves as many rows as it fetches.
+        main_s += 2 * fetched * self.fetched_row_bytes * self.rates.packed_byte_s
+        # Gradients, and the loss beside them.
+        network_s = self.all_reduce_s(param_bytes) + self.all_reduce_s(1.0)
+        network_s += float(
+            self.exchange_rows_s(np.array(fetched), self.fetched_row_bytes, _ROW_EXCHANGES)
+        )
         sent = self.all_reduce_bytes(param_bytes) + fetched * self.fetched_row_bytes
-        return self._equal_parts(main_s, sample_s, network_s, np.full(self.num_parts, sent))
+        return self._equal_parts(main_s, behind_s, network_s, np.full(self.num_parts, sent))
 
     def predict_edge_cut(
         self,
         main_s: float,
-        sample_s: float,
+        behind_s: float,
         remote: np.ndarray,
         widths: np.ndarray,
         is_learnable: np.ndarray,
@@ -175,7 +190,7 @@ class Network:
 
         Args:
             main_s: seconds of training on each rank.
-            sample_s: seconds of sampling.
+            behind_s: seconds of preparing the next batch, behind the step.
             remote: [P, T] rows that each rank fetches, served by the others in equal parts.
             widths: [T] numbers of an input row.
             is_learnable: [T] whether a gradient goes back.
@@ -185,12 +200,27 @@ class Network:
         main_s += union / self.num_parts * self.updated_row_bytes * self.rates.updated_byte_s
         asked = remote * (ID_BYTES + widths * FLOAT_BYTES * is_learnable)
         answered = remote * widths * FLOAT_BYTES
-        sent = asked.sum(axis=1) + answered.sum() / self.num_parts
-        busiest = np.maximum(sent, answered.sum(axis=1)).max() if self.num_parts > 1 else 0.0
-        network_s = self.all_reduce_s(param_bytes)
-        network_s += float(self.exchange_rows_s(np.array(busiest), 1.0, 3))
-        sent = sent + self.all_reduce_bytes(param_bytes)
-        return self._equal_parts(main_s, sample_s, network_s, sent)
+
+        def exchange(kinds: np.ndarray) -> tuple[np.ndarray, float]:
+            """Bytes that each rank sends for some types, and the seconds of the exchange."""
+            sent = asked[:, kinds].sum(axis=1) + answered[:, kinds].sum() / self.num_parts
+            busiest = np.maximum(sent, answered[:, kinds].sum(axis=1)).max(keepdims=True)
+            is_sent = self.num_parts > 1
+            return sent, float(
+                self.exchange_rows_s(busiest, 1.0, _ROW_EXCHANGES)[0]
+            ) if is_sent else 0.0
+
+        row_sent, rows_s = exchange(is_learnable)
+        feature_sent, features_s = exchange(~is_learnable)
+        # What one rank packs another unpacks.
+        main_s += 2 * float(row_sent.mean()) * self.rates.packed_byte_s
+        behind_s += 2 * float(feature_sent.mean()) * self.rates.packed_byte_s
+        network_s = self.all_reduce_s(param_bytes) + self.all_reduce_s(1.0) + rows_s
+        sent = row_sent + feature_sent + self.all_reduce_bytes(param_bytes)
+        step = self._equal_parts(main_s, behind_s, network_s, sent)
+        # Features of the next batch travel behind the step, over the same link.
+        least_s = features_s + max(behind_s, network_s)
+        return step._replace(step_s=np.maximum(step.step_s, least_s))
 
     def exchange_rows_s(self, rows: np.ndarray, row_bytes: float, num_exchanges: int) -> np.ndarray:
         """Seconds of all-to-all exchanges in which the busiest host sends or receives some rows."""
@@ -199,8 +229,8 @@ class Network:
         return np.where(rows > 0, num_exchanges * start_s + sent_s, 0.0)
 
     def _equal_parts(
-        self, main_s: float, sample_s: float, network_s: float, sent: np.ndarray
+        self, main_s: float, behind_s: float, network_s: float, sent: np.ndarray
     ) -> Step:
-        compute_s = np.full((1, self.num_parts), main_s + sample_s)
-        step_s = np.array([main_s + max(sample_s, network_s)])
+        compute_s = np.full((1, self.num_parts), main_s + behind_s)
+        step_s = np.array([main_s + max(behind_s, network_s)])
         return Step(step_s, compute_s, sent[None])

@@ -131,7 +131,7 @@ def estimate_raf(request: PlanRequest, limit_s: float) -> Estimate:
     num_users = loads.modules.sum(axis=0)
     shared = np.array([(num_users > 1) @ workload.module_bytes])
     step = request.network.predict_raf(
-        loads.main_s[None], loads.sample_s[None], touched[None], shared
+        loads.main_s[None], loads.behind_s[None], touched[None], shared
     )
     owner = find_owners(np.where(is_read, touched, -1.0)[None])
     held = workload.add_owned(workload.count_memory(fractions)[None], owner)[0]
@@ -171,7 +171,7 @@ def estimate_replicate(request: PlanRequest, limit_s: float) -> Estimate:
     loads = workload.evaluate(np.ones((1, len(workload.roots))))
     step = request.network.predict_copies(
         float(loads.main_s[0]),
-        float(loads.sample_s[0]),
+        float(loads.behind_s[0]),
         float(loads.touched.sum()),
         _count_union(request),
         float(loads.modules[0] @ workload.module_bytes),
@@ -202,7 +202,7 @@ def estimate_edge_cut(request: PlanRequest, limit_s: float) -> Estimate:
     def predict(remote: np.ndarray) -> Step:
         return request.network.predict_edge_cut(
             float(loads.main_s[0]),
-            float(loads.sample_s[0]),
+            float(loads.behind_s[0]),
             remote,
             widths,
             is_learnable,

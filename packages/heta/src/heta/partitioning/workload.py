@@ -25,7 +25,7 @@ _COUNT_BYTES = 4
 class StepRates:
     """Seconds that a rank takes for each unit of work; the defaults are one core's.
 
-    `heta.profiler.measure_rates` measured the defaults on a Zen 4 that other work shared.
+    `heta.profiler.measure_rates` measured the defaults on a quiet Zen 4.
 
     Attributes:
         sampled_edge_s: to draw an edge and number its source.
@@ -34,6 +34,7 @@ class StepRates:
         flop_s: for one floating point operation of a product.
         module_s: for one relation's module in one layer, forward and backward, without its rows.
         updated_byte_s: to update a byte of a learnable row, its moments included.
+        packed_byte_s: to pack or unpack a byte of rows that travel.
         exchange_s: for one collective, besides the link.
         step_s: for a step, whatever it computes.
 
@@ -41,13 +42,14 @@ class StepRates:
         ConfigError: a number is negative or not finite.
     """
 
-    sampled_edge_s: float = 1.0e-7
-    gathered_byte_s: float = 2.5e-9
-    aggregated_byte_s: float = 1.0e-9
-    flop_s: float = 1.4e-11
-    module_s: float = 4.0e-4
-    updated_byte_s: float = 1.0e-9
-    exchange_s: float = 2.0e-4
+    sampled_edge_s: float = 5.3e-8
+    gathered_byte_s: float = 8.6e-10
+    aggregated_byte_s: float = 1.1e-10
+    flop_s: float = 1.2e-11
+    module_s: float = 6.5e-4
+    updated_byte_s: float = 1.9e-10
+    packed_byte_s: float = 2.2e-9
+    exchange_s: float = 5.0e-4
     step_s: float = 2.0e-3
 
     def __post_init__(self) -> None:
@@ -64,14 +66,14 @@ class Loads(NamedTuple):
     """The work of n sets of roots.
 
     Attributes:
-        main_s: [n] seconds of forward, backward and gathering.
-        sample_s: [n] seconds of sampling.
+        main_s: [n] seconds of forward, backward and reading learnable rows.
+        behind_s: [n] seconds of sampling the next batch and reading its features.
         touched: [n, L] rows that are read of each learnable type.
         modules: [n, M] whether a module is used; its parameters are `Workload.module_bytes`.
     """
 
     main_s: np.ndarray
-    sample_s: np.ndarray
+    behind_s: np.ndarray
     touched: np.ndarray
     modules: np.ndarray
 
@@ -188,29 +190,27 @@ class Workload:
         rows = profile.expect_rows(fractions)
         holds = fractions > 0
         main_s = rates.step_s + fractions @ self._root_s.sum(axis=0)
-        sample_s = fractions @ self._root_sample_s.sum(axis=0)
+        behind_s = fractions @ self._root_sample_s.sum(axis=0)
         main_s = main_s + holds @ (self._root_s > 0).sum(axis=0) * rates.module_s
         root_modules, type_modules = [holds], [np.zeros(rows[0].shape, dtype=bool)]
         for hop in range(1, num_hops):
             above = rows[hop - 1]
             main_s = main_s + above @ self._row_s[hop]
             main_s = main_s + (above > 0) @ self._calls[hop] * rates.module_s
-            sample_s = sample_s + above @ self._row_sample_s[hop]
+            behind_s = behind_s + above @ self._row_sample_s[hop]
             is_frontier = (above[:, self._target] > 0)[:, None]
             root_modules.append((holds & profile.uses_dst) | is_frontier)
             type_modules.append(above > 0)
         inputs = rows[-1]
         widths = np.array([self._width(kind, 1) for kind in self.types])
-        gathered = inputs @ widths
         if profile.uses_dst:
-            gathered = gathered + profile.batch_size * widths[self._target]
-        main_s = main_s + gathered * FLOAT_BYTES * rates.gathered_byte_s
+            inputs = inputs + profile.batch_size * (np.arange(len(widths)) == self._target)
+        gathered_s = inputs * widths * FLOAT_BYTES * rates.gathered_byte_s
+        main_s = main_s + gathered_s[:, self.learnable].sum(axis=1)
+        behind_s = behind_s + np.delete(gathered_s, self.learnable, axis=1).sum(axis=1)
         own = np.ones((len(fractions), num_hops), dtype=bool)
         modules = np.concatenate([*root_modules, *type_modules, own], axis=1)
-        touched = inputs[:, self.learnable]
-        if profile.uses_dst:
-            touched = touched + profile.batch_size * (self.learnable == self._target)
-        return Loads(main_s, sample_s, touched, modules)
+        return Loads(main_s, behind_s, inputs[:, self.learnable], modules)
 
     def add_owned(self, held_bytes: np.ndarray, owner: np.ndarray) -> np.ndarray:
         """Adds the memory of learnable rows to that of edges and features.

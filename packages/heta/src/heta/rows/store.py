@@ -57,12 +57,14 @@ class RowRequest:
         order: positions of the ids by owner.
         counts: ids of each owner.
         rows: what was read, a leaf that takes gradients if the type is learnable.
+        buffer: memory whose first rows these are, used again after `release`.
     """
 
     ids: Tensor
     order: Tensor
     counts: list[int]
     rows: Tensor
+    buffer: Tensor
 
 
 def initial_rows(ids: Tensor, dim: int, seed: int, number: int) -> Tensor:
@@ -112,6 +114,8 @@ class InputRows:
             # Another thread reads features while this one exchanges gradients.
             self._features_group = Group.control(name="heta features")
         self._asked: dict[str, list[Tensor]] = {}
+        # The first touch of fresh memory takes three times as long as copying rows there.
+        self._buffers: dict[str, list[Tensor]] = {name: [] for name in tables}
 
     def read_features(self, wanted: Mapping[str, Tensor]) -> dict[str, RowRequest]:
         """Reads rows of features; every rank calls it equally often, if with nothing.
@@ -149,8 +153,8 @@ class InputRows:
                 continue
             table, ids = self.tables[name], wanted[name]
             where = ids if table.owners is None else table.owners.local(ids)
-            rows = gather(table.rows, where)
-            requests[name] = RowRequest(ids, torch.arange(len(ids)), [len(ids)], rows)
+            requests[name] = self._open(name, ids, torch.arange(len(ids)), [len(ids)])
+            gather(table.rows, where, requests[name].rows)
         travelling = [name for name in names if name in self._travelling]
         if not travelling:
             return requests, {}
@@ -221,11 +225,23 @@ class InputRows:
                     incoming[rank][offsets[rank] : offsets[rank] + size].view(-1, dims[name])
                 )
                 offsets[rank] += size
-            rows = torch.empty(len(ids), dims[name])
-            rows[order] = torch.cat(parts)
             if name in wanted:
-                requests[name] = RowRequest(ids, order, by_rank, rows)
+                requests[name] = self._open(name, ids, order, by_rank)
+                requests[name].rows[order] = torch.cat(parts)
         return asked_here
+
+    def _open(self, name: str, ids: Tensor, order: Tensor, counts: list[int]) -> RowRequest:
+        """A request with memory for its rows."""
+        free, dim = self._buffers[name], self.tables[name].rows.shape[1]
+        buffer = free.pop() if free else torch.empty(0, dim)
+        if len(buffer) < len(ids):
+            buffer = torch.empty(len(ids) + len(ids) // 4, dim)
+        return RowRequest(ids, order, counts, buffer[: len(ids)], buffer)
+
+    def release(self, requests: Mapping[str, RowRequest]) -> None:
+        """Takes back the memory of rows that nobody reads any more."""
+        for name, request in requests.items():
+            self._buffers[name].append(request.buffer)
 
     def _read_own(self, table: Table, ids: Tensor) -> Tensor:
         assert table.owners is not None, "it travels"
@@ -234,7 +250,7 @@ class InputRows:
         return table.cache.read(ids, table.rows, table.owners, self.rank)
 
     def give_back(self, requests: Mapping[str, RowRequest]) -> None:
-        """Sends gradients to the owners, and updates the rows; every rank calls it after `read`.
+        """Sends gradients to the owners, and updates and releases the rows; every rank calls it.
 
         A learnable row that was read and got no gradient counts as touched, by a gradient of 0.
         """
@@ -252,6 +268,7 @@ class InputRows:
                 where = request.ids if table.owners is None else table.owners.local(request.ids)
                 parts.append((where, grad))
             self._update(name, table, parts)
+        self.release(requests)
 
     def _send_gradients(
         self,

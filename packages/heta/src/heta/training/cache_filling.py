@@ -60,7 +60,9 @@ def fill_caches(
     ids = fill_cache(counts, _time_misses(store, counts), row_bytes, int(cache.bytes), cache.policy)
     requests = store.read_features(ids)
     for name, request in requests.items():
-        remote[name].cache = RemoteRowCache(request.ids, request.rows, remote[name].num_nodes)
+        rows = request.rows.clone()
+        remote[name].cache = RemoteRowCache(request.ids, rows, remote[name].num_nodes)
+    store.release(requests)
 
 
 def _time_misses(store: InputRows, counts: dict[str, Tensor]) -> dict[str, float]:
@@ -81,6 +83,7 @@ def _fastest(store: InputRows, wanted: dict[str, Tensor]) -> float:
     times = []
     for _ in range(_TRIALS):
         began = time.perf_counter()
-        store.read_features(wanted)
+        requests = store.read_features(wanted)
         times.append(time.perf_counter() - began)
+        store.release(requests)
     return min(times)

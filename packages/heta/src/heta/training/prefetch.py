@@ -68,9 +68,7 @@ class BatchReader:
         self._thread.shutdown()
         self._thread = _make_thread()
 
-    def _prepare(
-        self, own: Tensor, fanouts: Sequence[int], epoch: int, step: int
-    ) -> PreparedBatch:
+    def _prepare(self, own: Tensor, fanouts: Sequence[int], epoch: int, step: int) -> PreparedBatch:
         batch = self._part.sample(
             own, fanouts, epoch=epoch, step=step, seed=self._seed, tables=self._tables
         )

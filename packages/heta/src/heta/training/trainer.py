@@ -26,6 +26,7 @@ from heta.nn.hetero_model import HeteroModel, LocalExchange
 from heta.rows.cache import Cache
 from heta.rows.optimizers import RowAdam, RowOptimizer
 from heta.rows.store import InputRows, RowRequest
+from heta.rows.tables import make_tables
 from heta.training.agreement import sum_losses
 from heta.training.cache_filling import SAMPLED_BATCHES, fill_caches
 from heta.training.checkpoint import load_checkpoint, save_checkpoint
@@ -34,7 +35,6 @@ from heta.training.evaluation import Evaluation, evaluate_logits
 from heta.training.exchange import PartExchange, Wire
 from heta.training.gradients import GradientSync
 from heta.training.prefetch import BatchReader, PreparedBatch
-from heta.rows.tables import make_tables
 from shared.comms import Group, all_gather_v
 from shared.errors import ConfigError, DataError
 from shared.kernels.philox import stream_key
@@ -197,7 +197,9 @@ class Trainer:
         step = self.step_number if step is None else step
         seeds = read_seeds(seeds, self.part.schema)
         own = self._choose_seeds(seeds)
-        return self._backward(self._reader.submit(own, self.fanouts, epoch, step).result(), seeds, epoch, step)
+        return self._backward(
+            self._reader.submit(own, self.fanouts, epoch, step).result(), seeds, epoch, step
+        )
 
     def update(self) -> None:
         """Applies the gradients that `backward` left: to parameters, and to learnable rows.
@@ -307,7 +309,8 @@ class Trainer:
             for chunk in seeds.split(self.batch_size):
                 own = self._choose_seeds(chunk)
                 prepared = self._reader.submit(own, fanouts, _EVALUATION_EPOCH, 0).result()
-                logits, _ = self._forward(prepared, chunk, with_gradients=False)
+                logits, learnable = self._forward(prepared, chunk, with_gradients=False)
+                self.store.release(prepared.features | learnable)
                 parts.append(self._gather_logits(chunk, logits))
         finally:
             self.model.train(was_training)
@@ -411,6 +414,7 @@ class Trainer:
             # Other parts may train what this one does not hold.
             if loss.requires_grad or self.group is None:
                 loss.backward()
+        self.store.release(prepared.features)
         with self._phase("sync"):
             self.sync.sum_gradients()
             total = float(loss.detach())

@@ -10,7 +10,6 @@ uniformly random edges, which is 14.5 GB/s of gathered rows and about what the c
 memory; 46 ms, 33 GB/s, where nine edges of ten stay in a block that fits the caches.
 """
 
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -198,31 +197,6 @@ def _spmm(  # noqa: ANN202
 
 
 @compiled
-def _spmm_backward(  # noqa: ANN202
-    indptr,  # noqa: ANN001
-    indices,  # noqa: ANN001
-    weight,  # noqa: ANN001  float [nnz], or empty: every weight 1
-    grad,  # noqa: ANN001
-    mean,  # noqa: ANN001
-    out,  # noqa: ANN001
-    begin,  # noqa: ANN001  columns of `grad`
-    stop,  # noqa: ANN001
-):
-    term = np.empty(grad.shape[1], grad.dtype)
-    for row in range(indptr.size - 1):
-        first = indptr[row]
-        end = indptr[row + 1]
-        count = grad.dtype.type(max(1, end - first)) if mean else grad.dtype.type(1)
-        for d in range(begin, stop):
-            term[d] = grad[row, d] / count
-        for edge in range(first, end):
-            col = indices[edge]
-            factor = weight[edge] if weight.size else grad.dtype.type(1)
-            for d in range(begin, stop):
-                out[col, d] += factor * term[d]
-
-
-@compiled
 def _segment_max(  # noqa: ANN202
     indptr,  # noqa: ANN001
     indices,  # noqa: ANN001
@@ -332,20 +306,16 @@ def spmm_backward(
 ) -> None:
     """Write the gradient of the columns [cols, dim] for that of the rows [rows, dim].
 
-    Blocks of sampled edges are used once: adding in the order of edges takes a quarter to four
-    fifths of transposing the block and summing.
+    Each column's edges are brought together first, which the counting sort does in a tenth to a quarter
+    of the time of the sums: 150,000 edges between 18,701 rows and 89,756 columns of 64 take 7 ms, and
+    40 where terms are added to the columns in the order of edges. The order of each sum is the same.
     """
-    grads, factors, total = _wide_arrays(weight, grad, out)
-    run = partial(
-        _spmm_backward, indptr.numpy(), indices.numpy(), factors, grads, mean, total.numpy()
-    )
-    # Threads share the dimensions: edges of different rows write to the same row of `out`.
-    lines = -(-grads.shape[1] * grads.itemsize // _LINE)
-    tasks = min(lines, num_tasks(len(indices) * grads.shape[1] * grads.itemsize))
-    lanes = _LINE // grads.itemsize
-    cuts = [min(lines * i // tasks * lanes, grads.shape[1]) for i in range(1, tasks)]
-    over_ranges(run, [0, *cuts, grads.shape[1]])
-    out.copy_(total)
+    ends, rows, order = transpose(indptr, indices, len(out))
+    grad = grad.detach()
+    if mean:
+        wide = torch.float64 if grad.dtype == torch.float64 else torch.float32
+        grad = grad.to(wide) / indptr.diff().clamp(min=1)[:, None]
+    spmm(ends, rows, None if weight is None else weight[order], grad, False, out, False)
 
 
 def segment_max(

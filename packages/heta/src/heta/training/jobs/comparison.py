@@ -9,7 +9,7 @@ from __future__ import annotations
 import tempfile
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
@@ -32,11 +32,18 @@ from shared.topology.device import CPU
 from shared.topology.link import fit_link
 from shared.training.progress import show_progress
 
-__all__ = ["StrategyComparison", "Timing", "compare_in_rank", "compare_strategies", "measure_link"]
+__all__ = [
+    "StrategyComparison",
+    "Timing",
+    "compare_in_rank",
+    "compare_strategies",
+    "measure_network",
+]
 
 # Sizes of all-reduces, in bytes; one is about a merge's.
 _SIZES = (1 << 14, 1 << 18, 1 << 20)
 _REPEATS = 5
+_EMPTY_REPEATS, _WORK = 51, 512
 _LIMIT = timedelta(hours=2)
 
 
@@ -107,12 +114,7 @@ def compare_strategies(
     """
     counts = (turns, steps_per_turn)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        with show_progress("writing parts for each strategy"):
-            alone = _write(graph, plan(graph, parts=1, **settings), folder, "alone")
-            folders = [
-                _write(graph, plan(graph, parts=hosts, strategy=name, **settings), folder, name)
-                for name in STRATEGIES
-            ]
+        alone = _write(graph, plan(graph, parts=1, **settings), folder, "alone")
         with show_progress("training in one process"), RankPool(1, modules=MODULES) as pool:
             timing = pool.run(compare_in_rank, [alone], config, *counts, timeout=_LIMIT).results[0]
             rates = pool.run(measure_rates).results[0]
@@ -120,20 +122,24 @@ def compare_strategies(
             pool = RankPool(hosts, modules=MODULES)
         else:
             pool = stack.enter_context(NetLab(hosts=hosts, rate=rate)).pool(modules=MODULES)
-        with show_progress(f"training on {hosts} ranks by each strategy in turns"), pool:
-            timings, link = pool.run(
-                compare_in_rank, folders, config, *counts, timeout=_LIMIT
-            ).results[0]
-    assert link is not None, "there are several ranks"
-    cluster = Cluster.uniform(hosts, 1, CPU, network=link)
-    plans = {
-        name: plan(graph, parts=hosts, strategy=name, cluster=cluster, rates=rates, **settings)
-        for name in STRATEGIES
-    }
+        pool = stack.enter_context(pool)
+        link, exchange_s = pool.run(measure_network).results[0]
+        rates = replace(rates, exchange_s=exchange_s)
+        cluster = Cluster.uniform(hosts, 1, CPU, network=link)
+        with show_progress("writing parts for each strategy"):
+            plans = {
+                name: plan(
+                    graph, parts=hosts, strategy=name, cluster=cluster, rates=rates, **settings
+                )
+                for name in STRATEGIES
+            }
+            folders = [_write(graph, each, folder, name) for name, each in plans.items()]
+        with show_progress(f"training on {hosts} ranks by each strategy in turns"):
+            timings = pool.run(compare_in_rank, folders, config, *counts, timeout=_LIMIT).results[0]
     return StrategyComparison(
         plans=plans,
         timings=dict(zip(STRATEGIES, timings, strict=True)),
-        alone=timing[0][0],
+        alone=timing[0],
         link=link,
     )
 
@@ -146,7 +152,7 @@ def _write(graph: HeteroGraph, chosen: Plan, *folder: Path | str) -> str:
 
 def compare_in_rank(
     folders: list[str], config: TrainConfig, turns: int, steps_per_turn: int
-) -> tuple[list[Timing], Link | None]:
+) -> list[Timing]:
     """Trains over the parts of each folder in turns; every rank calls it.
 
     Args:
@@ -155,8 +161,6 @@ def compare_in_rank(
         turns: timed turns of each plan; one more goes before them.
         steps_per_turn: steps in a turn.
 
-    Returns:
-        The timings, and the link between two ranks; None for one rank.
     """
     trainers = [make_trainer(load(folder), config) for folder in folders]
     group = trainers[0].group
@@ -186,9 +190,7 @@ def compare_in_rank(
             )
         )
         trainer.close()
-    if group is None or group.world_size == 1:
-        return timings, None
-    return timings, measure_link(group)
+    return timings
 
 
 def _time_turn(trainer: Trainer, batches: list[torch.Tensor], losses: list[float]) -> float:
@@ -209,9 +211,19 @@ def _sum_over(group: Group | None, count: int) -> float:
     return float(all_reduce(group, torch.tensor([float(count)], dtype=torch.float64)))
 
 
-def measure_link(group: Group) -> Link:
-    """Fits the link between ranks to all-reduces of several sizes; every rank calls it."""
-    samples = []
+def measure_network() -> tuple[Link, float]:
+    """Measures the ranks' network; every rank calls it.
+
+    Returns:
+        The link between two ranks, fitted to all-reduces of several sizes; and the median seconds of a
+        collective that carries next to nothing, as ranks meet between pieces of work.
+    """
+    group, samples, empty_s = Group.world(), [], []
+    for _ in range(_EMPTY_REPEATS):
+        torch.ones(_WORK, _WORK) @ torch.ones(_WORK, _WORK)
+        began = time.perf_counter()
+        all_gather(group, torch.zeros(1))
+        empty_s.append(time.perf_counter() - began)
     for num_bytes in _SIZES:
         data = torch.zeros(num_bytes // 4)
         for _ in range(_REPEATS):
@@ -222,4 +234,4 @@ def measure_link(group: Group) -> Link:
             messages = 2 * (group.world_size - 1)
             seconds = (time.perf_counter() - began) / messages
             samples.append((num_bytes / group.world_size, seconds))
-    return fit_link(samples, is_quiet=True).link
+    return fit_link(samples, is_quiet=True).link, median(empty_s)
