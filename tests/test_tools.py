@@ -58,6 +58,11 @@ def test_new_package_is_formatted_and_passes_its_tests(tree, name):
     assert not [path for path in home.rglob("*") if "newborn" in path.name]
     files = [path for path in home.rglob("*") if path.is_file()]
     assert not [path for path in files if "newborn" in path.read_text(encoding="utf-8")]
+    project = tomllib.loads((tree / "pyproject.toml").read_text(encoding="utf-8"))
+    layers = project["tool"]["importlinter"]
+    listed = [layers["root_packages"][1:], layers["contracts"][0]["modules"]]
+    listed.append(layers["contracts"][1]["layers"][0].split(" | "))
+    assert all(names == sorted(names) and name in names for names in listed)
     run(tree, "ruff", "check", str(home))
     run(tree, "ruff", "format", "--check", str(home))
     if name == "zeta":

@@ -11,6 +11,7 @@ import keyword
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -61,7 +62,9 @@ def copy_template(root: Path, name: str) -> Path:
     return target
 
 
-def replace_once(text: str, pattern: str, replacement: str, file: Path) -> str:
+def replace_once(
+    text: str, pattern: str, replacement: str | Callable[[re.Match[str]], str], file: Path
+) -> str:
     """Replaces the one place in a listed file that names the packages.
 
     Raises:
@@ -80,13 +83,18 @@ def entries(root: Path, name: str) -> dict[Path, str]:
     """Returns the new text of each file that lists the packages."""
     project = root / "pyproject.toml"
     text = project.read_text(encoding="utf-8")
-    for pattern, replacement in (
-        (r"^(root_packages = \[.*)\]$", rf'\1, "{name}"]'),
-        (r"^(modules = \[.*)\]$", rf'\1, "{name}"]'),
-        (r'^(layers = \["[a-z0-9| ]+)(", "shared"\])$', rf"\1 | {name}\2"),
-        (r"^(search-path = \[.*)\]$", rf'\1, "packages/{name}/src"]'),
+    for pattern, between in (
+        (r'^(root_packages = \["shared", ")(.*)("\])$', '", "'),
+        (r'^(modules = \[")(.*)("\])$', '", "'),
+        (r'^(layers = \[")([a-z0-9| ]+)(", "shared"\])$', " | "),
     ):
-        text = replace_once(text, pattern, replacement, project)
+
+        def enter(line: re.Match[str], between: str = between) -> str:
+            return line[1] + between.join(sorted([*line[2].split(between), name])) + line[3]
+
+        text = replace_once(text, pattern, enter, project)
+    own = rf'\1, "packages/{name}/src"]'
+    text = replace_once(text, r"^(search-path = \[.*)\]$", own, project)
     readme, which = root / "README.md", root / "tools" / "docs" / "which.md"
     pain = f"| Sums of many ranges (placeholder) | [{name}](../../packages/{name}/README.md) |"
     row = rf"| [`{name}`](packages/{name}/README.md) | sums of many ranges (placeholder) | |"
