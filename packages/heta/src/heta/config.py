@@ -201,7 +201,8 @@ class GraphOptions(JsonOption):
             raise ConfigError(f"parts: expected 1 or more, got {self.parts}")
         if self.fanouts and len(self.fanouts) != self.layers:
             raise ConfigError(
-                f"fanouts: expected {self.layers}, one a layer, got {len(self.fanouts)}"
+                f"fanouts: expected {self.layers}, one a layer, got {len(self.fanouts)}; give as many "
+                f"numbers, as --fanouts {' '.join(['10'] * self.layers)}"
             )
 
     def read_graph(self) -> HeteroGraph:

@@ -122,7 +122,7 @@ def check_fanouts(fanouts: Sequence[int], layers: int) -> tuple[int, ...]:
     if len(fanouts) != layers:
         raise ConfigError(
             f"fanouts: expected {layers}, one for each layer with the hop next to the seeds first, "
-            f"got {list(fanouts)}"
+            f"got {list(fanouts)}; give one for each"
         )
     for fanout in fanouts:
         if isinstance(fanout, bool) or not isinstance(fanout, int) or (fanout < 1 and fanout != -1):
