@@ -67,6 +67,7 @@ MODELS = {
     "sage-mean": _own_convs("sage", "mean"),
     "gat-mean": _own_convs("gat", "mean", nn.Tanh),
     "graph-max": _own_convs("graph", "max"),
+    "half-max": _own_convs("half", "max"),
     "transformer-stack": _own_convs("transformer", lambda: combine.Stack(Mixture()), nn.PReLU),
     "sage-concatenated": _own_convs("sage", "stack"),
     "sage-doubled": _own_convs("sage", Doubled),

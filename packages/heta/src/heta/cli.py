@@ -83,8 +83,8 @@ class Partition(PlanOptions):
         heta partition mag_like:0.01 --parts 2 --strategy raf --out report/heta/mag
     """
 
-    out: Path
-    """Folder to write; every host reads its own folder below it."""
+    out: str
+    """Folder to write, or an fsspec URL; every host reads its own folder below it."""
     plan: Path | None = None
     """JSON file of `heta plan --out`, in place of planning options."""
 
@@ -96,11 +96,11 @@ class Partition(PlanOptions):
         plan = self._choose_plan(graph)
         with show_progress(f"writing {plan.num_parts} parts"):
             plan.write(graph, self.out)
-        folders = sorted(path for path in self.out.iterdir() if path.is_dir())
+        folders = [] if "://" in self.out else sorted(Path(self.out).glob("part*"))
         sizes = {path.name: sum(file.stat().st_size for file in path.iterdir()) for path in folders}
         lines = [f"{self.out}: {plan.strategy} on {plan.num_parts} hosts"]
         lines += [f"  {name}: {format_bytes(size)}" for name, size in sizes.items()]
-        record = {"out": str(self.out), "strategy": plan.strategy, "bytes": sizes}
+        record = {"out": self.out, "strategy": plan.strategy, "bytes": sizes}
         self.print_result(record, "\n".join(lines))
 
     def _choose_plan(self, graph: HeteroGraph) -> Plan:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from graphs import CITED_BY, CITES, HAD, HAS, PAID, PAYS, WRITES, WRITTEN, plan_by_hand, scholars
 
+import heta
 import heta.graph.part_files
 from heta.graph.hetero_graph import HeteroGraph
 from heta.graph.part import load
@@ -70,6 +71,14 @@ def test_a_graph_other_than_the_planned_one_is_refused(graph, tmp_path):
     with pytest.raises(DataError, match="its tensors were changed after it"):
         write_parts(plan, changed, tmp_path / "parts")
     assert not (tmp_path / "parts").exists()
+
+
+def test_a_graph_that_was_changed_after_its_plan_is_refused(graph, tmp_path):
+    changed = scholars()
+    made = heta.plan(changed, parts=2, strategy="raf", hidden=8)
+    changed.edges[HAS][0][0] = (changed.edges[HAS][0][0] + 1) % changed.num_nodes[HAS[0]]
+    with pytest.raises(DataError, match="its tensors were changed after it"):
+        made.write(changed, tmp_path / "parts")
 
 
 def test_incomplete_and_damaged_folders_are_refused(graph, folder, tmp_path):

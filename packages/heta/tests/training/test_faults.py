@@ -95,6 +95,11 @@ def _other_seeds(folder):
     trainer.backward(range(first, first + 6))
 
 
+def _fewer_seeds(folder):
+    trainer = Trainer(load(folder), MODELS["rgcn"](load(folder)))
+    list(trainer.steps([range(20 + Group.world().rank)]))
+
+
 def _first_part(folder):
     part = load(folder, 0)
     Trainer(part, MODELS["rgcn"](part))
@@ -111,6 +116,7 @@ def _other_width(folder):
 
 _MISTAKES = {
     "seeds": _other_seeds,
+    "fewer": _fewer_seeds,
     "part": _first_part,
     "model": _other_model,
     "width": _other_width,
@@ -120,7 +126,8 @@ _MISTAKES = {
 def test_ranks_that_differ_are_named(open_pool, parts_of):
     folder = parts_of(scholars(), TWO)
     for errors in open_pool(2).run(collect_errors, folder, list(_MISTAKES)).results:
-        assert "DataError: step 0: expected the same seeds on every rank" in errors["seeds"]
+        for name in ("seeds", "fewer"):
+            assert "DataError: step 0: expected the same seeds on every rank" in errors[name]
         assert "DataError: rank 1: expected part 1 of 2, got part 0" in errors["part"]
         assert "ConfigError: model: expected one over this part" in errors["model"]
         assert "ConfigError: parameter head.weight: expected one shape" in errors["width"]

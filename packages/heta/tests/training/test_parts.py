@@ -10,6 +10,7 @@ from running import HIDDEN, MODELS, assert_same_training, train, train_cases
 
 from heta.graph.hetero_graph import HeteroGraph
 from heta.graph.part import load
+from heta.nn.hetero_model import LocalExchange
 from heta.rows.cache import Cache
 from heta.rows.optimizers import RowAdagrad, RowAdam
 from heta.training.trainer import Trainer
@@ -35,6 +36,7 @@ CASES = {
     "half": ("half-sum", True, {}),
     "gat": ("gat-mean", True, {}),
     "max": ("graph-max", True, {}),
+    "half-max": ("half-max", True, {}),
     "stack": ("transformer-stack", True, {}),
     "concatenated": ("sage-concatenated", True, {}),
     "doubled": ("sage-doubled", True, {}),
@@ -144,7 +146,15 @@ def test_a_head_that_was_replaced_after_the_plan_is_refused(parts_of):
     batch = part.sample(torch.arange(40))
     inputs = {n: torch.randn(len(ids), part.input_dim(n)) for n, ids in batch.inputs.items()}
     with pytest.raises(ConfigError, match="without hooks"):
-        model(batch, inputs)
+        model(batch, inputs, exchange=LocalExchange())
+
+
+def test_a_part_of_several_gives_no_logits_without_an_exchange(parts_of):
+    part = load(parts_of(scholars(), TWO, uses_dst=False), 0)
+    batch = part.sample(torch.arange(40))
+    inputs = {n: torch.randn(len(ids), part.input_dim(n)) for n, ids in batch.inputs.items()}
+    with pytest.raises(ConfigError, match="expected an exchange that merges the 2 parts"):
+        MODELS["rgcn"](part)(batch, inputs)
 
 
 @pytest.mark.slow

@@ -28,7 +28,7 @@ def from_pyg(
     """Converts a `HeteroData`: `x` of each type, and labels and masks of the target.
 
     `train_mask`, `val_mask` and `test_mask` become the masks "train", "val" and "test". A type without
-    `x` gets learnable rows. RelationEdges are read from `edge_index`, or from `adj_t` whose values are all 1.
+    `x` gets learnable rows. Edges are read from `edge_index`, or from `adj_t` whose values are all 1.
 
     Args:
         data: the graph.

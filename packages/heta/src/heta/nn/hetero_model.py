@@ -57,6 +57,12 @@ class MergeExchange(Protocol):
 class LocalExchange:
     """The exchange of a single part: nothing to merge."""
 
+    def begin(self, epoch: int, step: int) -> None:
+        """Begins a step."""
+
+    def check(self) -> None:
+        """Compares nothing."""
+
     def merge(self, number: int, merge: Merge, state: Any, previous: Tensor | None) -> Any:
         """Returns the state."""
         return state
@@ -123,7 +129,7 @@ class HeteroModel(nn.Module):
         self.has_self_term = self_term is not None
         self.dims = self._list_dims(part)
         head = make_head(head, self.dims[-1][part.schema.target])
-        if part.head_dim is not None:
+        if part.head_dim is not None and part.strategy == "raf":
             self._check_head(head, part.head_dim)
         # The head of a sum is the sum of heads, so the narrower of rows and logits is merged.
         self._merges_logits = (
@@ -154,7 +160,10 @@ class HeteroModel(nn.Module):
     def _check_head(self, head: nn.Module, head_dim: int) -> None:
         """Refuses what may not be applied before the last merge."""
         is_linear = type(head) is nn.Linear and head.out_features == head_dim
-        has_hooks = bool(head._forward_hooks or head._forward_pre_hooks)
+        has_hooks = any(
+            getattr(head, f"_{when}_hooks")
+            for when in ("forward", "forward_pre", "backward", "backward_pre")
+        )
         is_sum = type(self.merge) in (Sum, Mean) and type(self).finish is HeteroModel.finish
         if is_linear and is_sum and not has_hooks:
             return
@@ -248,7 +257,15 @@ class HeteroModel(nn.Module):
 
         Returns:
             Logits [seeds, classes].
+
+        Raises:
+            ConfigError: the plan has several parts, and there is no exchange.
         """
+        if exchange is None and self._self_share[1] > 1:
+            raise ConfigError(
+                f"expected an exchange that merges the {self._self_share[1]} parts of the plan, got none; "
+                f"use heta.Trainer, or a plan for one part"
+            )
         exchange = exchange or LocalExchange()
         rows, seeds = self.embed(batch, dict(inputs), seed_rows if self.uses_dst else None)
         for layer in batch.layers:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from urllib.parse import quote
 
@@ -93,8 +95,7 @@ def check_functions(head: nn.Module, activation: Any, stack_function: Any) -> No
             the head, which is called once and not on each part.
     """
     for name, function in (("activation", activation), ("function of Stack", stack_function)):
-        cells = getattr(function, "__closure__", None) or ()
-        enclosed = [getattr(function, "__self__", None), *(cell.cell_contents for cell in cells)]
+        enclosed = _list_enclosed(function)
         for module in enclosed:
             if isinstance(module, nn.Module) and any(p.requires_grad for p in module.parameters()):
                 raise ConfigError(
@@ -108,6 +109,17 @@ def check_functions(head: nn.Module, activation: Any, stack_function: Any) -> No
                     f"head: expected parameters of its own, it shares one with the {name}; make two "
                     f"modules"
                 )
+
+
+def _list_enclosed(function: Any) -> list[Any]:
+    """What a function holds: its object, its closure, and what `functools.partial` was given."""
+    enclosed = [getattr(function, "__self__", None)]
+    for cell in getattr(function, "__closure__", None) or ():
+        with suppress(ValueError):  # a name that is not bound yet
+            enclosed.append(cell.cell_contents)
+    if isinstance(function, partial):
+        enclosed += [function.func, *function.args, *function.keywords.values()]
+    return enclosed
 
 
 def give_shapes(module: nn.Module, src_dim: int, dst_dim: int) -> nn.Module:

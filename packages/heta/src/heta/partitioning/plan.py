@@ -160,13 +160,14 @@ class Plan:
         """
         try:
             tree = json.loads(text)
-            assert tree.pop("format") == _FORMAT, "another format"
+            if tree.pop("format") != _FORMAT:
+                raise ValueError("another format")
             tree["schema"] = Schema.from_json(tree["schema"])
             tree["parts"] = tuple(_read_part(part) for part in tree["parts"])
             tree["alternatives"] = tuple(StrategyForecast(**each) for each in tree["alternatives"])
             tree["fanouts"] = tuple(tree["fanouts"])
             return cls(**tree)
-        except (ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise DataError(
                 f"expected a plan of format {_FORMAT} as JSON, as Plan.to_json writes it, got "
                 f"{text[:60]!r} ({type(error).__name__}: {error}); make the plan again"

@@ -73,6 +73,8 @@ def plan(
         DataError: the target has no relation into it, or none through all layers.
     """
     schema = graph if isinstance(graph, Schema) else graph.schema
+    if not isinstance(graph, Schema):
+        graph.fingerprint()  # what `write` compares the graph with
     ASSIGNMENTS.check(assign)
     if strategy != "auto":
         STRATEGIES.check(strategy)

@@ -90,6 +90,7 @@ class InputRows:
         tables: this rank's tables by type, the same types in the same order on every rank.
         optimizer: of learnable rows.
         group: all ranks; None for a single process.
+        features_group: all ranks again, for the messages of `read_features` alone.
 
     Attributes:
         rank: this rank among all.
@@ -97,7 +98,11 @@ class InputRows:
     """
 
     def __init__(
-        self, tables: dict[str, Table], optimizer: RowOptimizer, group: Group | None
+        self,
+        tables: dict[str, Table],
+        optimizer: RowOptimizer,
+        group: Group | None,
+        features_group: Group | None = None,
     ) -> None:
         self.tables, self.optimizer = tables, optimizer
         self._group = group if group is not None and group.world_size > 1 else None
@@ -109,10 +114,7 @@ class InputRows:
         # What every rank keeps whole needs no exchange, and no rank waits for one.
         travelling = [name for name, table in tables.items() if table.owners is not None]
         self._travelling = travelling if self._group is not None else []
-        self._features_group = None
-        if any(name in self.features for name in self._travelling):
-            # Another thread reads features while this one exchanges gradients.
-            self._features_group = Group.control(name="heta features")
+        self._features_group = features_group
         self._asked: dict[str, list[Tensor]] = {}
         # The first touch of fresh memory takes three times as long as copying rows there.
         self._buffers: dict[str, list[Tensor]] = {name: [] for name in tables}

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint import (
 )
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from heta.nn.hetero_model import HeteroModel
 from heta.rows.store import Table
 from shared.comms import Group, barrier
 from shared.errors import DataError
@@ -37,7 +38,7 @@ _FORMAT = 1
 def save_checkpoint(
     path: str | os.PathLike[str],
     *,
-    model: nn.Module,
+    model: HeteroModel,
     optimizer: torch.optim.Optimizer,
     tables: dict[str, Table],
     progress: dict[str, Any],
@@ -70,7 +71,8 @@ def save_checkpoint(
             state[f"{prefix}.weight"] = table.rows
             state |= {f"{prefix}.{key}": value for key, value in table.state.items()}
     groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
-    state["about"] = _to_bytes({"format": _FORMAT, "groups": groups, **progress})
+    about = {"format": _FORMAT, "model": describe_model(model), "groups": groups, **progress}
+    state["about"] = _to_bytes(about)
     if writer is not None:
         dcp.save(state, storage_writer=writer, no_dist=group is None)
         return
@@ -86,7 +88,7 @@ def save_checkpoint(
 def load_checkpoint(
     path: str | os.PathLike[str],
     *,
-    model: nn.Module,
+    model: HeteroModel,
     optimizer: torch.optim.Optimizer,
     tables: dict[str, Table],
     group: Group | None,
@@ -127,9 +129,19 @@ def load_checkpoint(
         raise DataError(f"{path}: expected a checkpoint of heta's Trainer, got another one")
     dcp.load(state, storage_reader=reader, no_dist=group is None)
     about = json.loads(bytes(state.pop("about").tolist()))
+    if about.get("format") != _FORMAT:
+        raise DataError(
+            f"{path}: expected a checkpoint of format {_FORMAT}, got {about.get('format')}; load it with "
+            f"the version that wrote it"
+        )
     if about.get("graph") != graph:
         raise DataError(
             f"{path}: expected a checkpoint of this graph, {graph}, got one of {about.get('graph')}"
+        )
+    if about.get("model") != describe_model(model):
+        raise DataError(
+            f"{path}: expected a checkpoint of {describe_model(model)}, got one of {about.get('model')}; "
+            f"make the model that was saved"
         )
     rank = 0 if group is None else group.rank
     rows = _pick_rows(state, tables, rank, path)
@@ -145,7 +157,17 @@ def load_checkpoint(
 
 
 def _to_bytes(content: dict[str, Any]) -> Tensor:
-    return torch.tensor(list(json.dumps(content).encode()), dtype=torch.uint8)
+    # A learning rate may be a tensor.
+    return torch.tensor(list(json.dumps(content, default=float).encode()), dtype=torch.uint8)
+
+
+def describe_model(model: HeteroModel) -> str:
+    """Names what parameters alone do not tell: class, layers, merge, and what modules read."""
+    own_rows = "reads" if model.uses_dst else "does not read"
+    return (
+        f"{type(model).__name__} of {model.num_layers} layers that combines by "
+        f"{type(model.merge).__name__} and {own_rows} destinations"
+    )
 
 
 def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
@@ -168,6 +190,7 @@ def _fill_optimizer(
     optimizer: torch.optim.Optimizer,
     groups: list[dict[str, Any]],
 ) -> None:
+    optimizer.state.clear()
     for key, value in state.items():
         if key.startswith("optimizer."):
             name, _, entry = key[10:].rpartition(".")

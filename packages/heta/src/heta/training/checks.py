@@ -15,7 +15,7 @@ from heta.nn.hetero_model import HeteroModel
 from shared.comms import Group, all_gather_v
 from shared.errors import ConfigError, DataError
 
-__all__ = ["check_logits", "check_model", "check_modules", "check_ranks"]
+__all__ = ["check_logits", "check_model", "check_modules", "check_ranks", "evaluating"]
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
@@ -65,7 +65,7 @@ def check_model(model: HeteroModel, part: Part) -> None:
     """Checks that a model was made for this part, in the type in which rows and gradients travel.
 
     Raises:
-        ConfigError: it was made for another part, or a parameter is not of float32.
+        ConfigError: it was made for another part, or a parameter is not on the CPU or not of float32.
     """
     if model.made_for != (part.fingerprint, part.index):
         raise ConfigError(
@@ -73,6 +73,11 @@ def check_model(model: HeteroModel, part: Part) -> None:
             f"plan {model.made_for[0]}; give the model and the trainer the same part"
         )
     for name, parameter in model.named_parameters():
+        if parameter.device.type != "cpu":
+            raise ConfigError(
+                f"parameter {name}: expected one on the CPU, where graphs and rows lie, got "
+                f"{parameter.device}; call model.cpu()"
+            )
         if parameter.is_floating_point() and parameter.dtype != torch.float32:
             raise ConfigError(
                 f"parameter {name}: expected torch.float32, as rows and gradients are, got "
@@ -110,7 +115,7 @@ def check_modules(model: HeteroModel) -> None:
                 f"batch normalisation takes its statistics from all rows of a step, and each part has "
                 f"others; use nn.LayerNorm"
             )
-    with _evaluating(model), torch.random.fork_rng(devices=[]), torch.no_grad():
+    with evaluating(model), torch.random.fork_rng(devices=[]), torch.no_grad():
         for (number, key), module in model.module_of.items():
             # The rows of this package's own modules are tested.
             if isinstance(key, tuple) and not getattr(module, "reads_edges", False):
@@ -169,7 +174,12 @@ def _check_conv(model: HeteroModel, number: int, relation: Relation, module: nn.
 def _check_rows(name: str, function: Callable[[Tensor], Tensor], *shape: int) -> None:
     """Compares a function's rows with those of fewer rows."""
     rows = torch.randn(4, *shape, generator=torch.Generator().manual_seed(0))
-    whole, again, some = function(rows), function(rows), function(rows[:2])
+    try:
+        whole, again, some = function(rows), function(rows), function(rows[:2])
+    except Exception as error:
+        raise ConfigError(
+            f"{name}: failed on rows {list(rows.shape)}: {error}; make it for this width"
+        ) from error
     if _are_close(whole, again) and not _are_close(whole[:2], some):
         raise ConfigError(
             f"{name}: expected each row to depend on itself only, but it changed with the other rows, of "
@@ -182,7 +192,7 @@ def _are_close(first: Tensor, second: Tensor) -> bool:
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
     """Within the block all modules are in evaluation mode, and afterwards in their own again."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()

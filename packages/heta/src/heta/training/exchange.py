@@ -42,10 +42,10 @@ class PartExchange:
         self.epoch = self.step = 0
         self._digests: dict[str, int] = {}
 
-    def begin(self, epoch: int, step: int, seeds: Tensor) -> None:
-        """Begins a step, whose seeds should be the same on every rank."""
+    def begin(self, epoch: int, step: int) -> None:
+        """Begins a step."""
         self.epoch, self.step = epoch, step
-        self._digests = {"seeds": digest(seeds)} if self._is_checked else {}
+        self._digests = {}
 
     @property
     def _is_checked(self) -> bool:
@@ -74,7 +74,9 @@ class PartExchange:
         if isinstance(routed, Tensor):
             return _Reach.apply(routed, previous)
         parts = list(routed)
-        parts[-1] = _Reach.apply(parts[-1], previous)
+        # Autograd follows floats only, and a state may hold whole numbers beside them.
+        last = max(i for i, part in enumerate(parts) if part.is_floating_point())
+        parts[last] = _Reach.apply(parts[last], previous)
         return type(state)(*parts)
 
     def share_gradient(self, number: int, rows: Tensor) -> Tensor:
@@ -96,10 +98,9 @@ class PartExchange:
             yield
 
     def check(self) -> None:
-        """Compares 64-bit digests of what was equal on all parts since `begin`, in one message.
+        """Compares 64-bit digests of what was merged since `begin`, in one message.
 
         Raises:
-            DataError: ranks were given different seeds.
             CommError: merged rows differ; names the step and the ranks.
         """
         if self._digests:

@@ -13,6 +13,8 @@ from torch import Tensor
 from heta.graph.part import Part
 from heta.graph.sampler import Batch
 from heta.rows.store import InputRows, RowRequest
+from heta.training.agreement import check_seeds
+from shared.comms import Group
 from shared.kernels.neighbors import relabel
 
 __all__ = ["BatchReader", "PreparedBatch"]
@@ -44,39 +46,52 @@ class BatchReader:
         part: this rank's part.
         store: its rows.
         seed: of the draws.
+        group: all ranks, for this thread's messages alone; None for a single process.
+        check_every: steps between comparisons of the ranks' seeds; 0 for never.
     """
 
-    def __init__(self, part: Part, store: InputRows, seed: int) -> None:
+    def __init__(
+        self, part: Part, store: InputRows, seed: int, group: Group | None, check_every: int
+    ) -> None:
         self._part, self._store, self._seed = part, store, seed
+        self._group, self._check_every = group, check_every
         self._tables: dict[str, Tensor] = {}
         self._thread = _make_thread()
 
     def submit(
-        self, own: Tensor, fanouts: Sequence[int], epoch: int, step: int
+        self, seeds: Tensor, own: Tensor, fanouts: Sequence[int], epoch: int, step: int
     ) -> Future[PreparedBatch]:
-        """Begins to prepare a batch.
+        """Begins to prepare a batch; the result raises a DataError if ranks' seeds differ.
 
         Args:
+            seeds: the whole batch, the same on every rank.
             own: this rank's seeds.
             fanouts: most in-edges of a node and relation, the hop next to the seeds first.
             epoch, step: name the random draws.
         """
-        return self._thread.submit(self._prepare, own, fanouts, epoch, step)
+        return self._thread.submit(self._prepare, seeds, own, fanouts, epoch, step)
 
     def close(self) -> None:
         """Ends the thread; the next batch starts another."""
         self._thread.shutdown()
         self._thread = _make_thread()
 
-    def _prepare(self, own: Tensor, fanouts: Sequence[int], epoch: int, step: int) -> PreparedBatch:
+    def _prepare(
+        self, seeds: Tensor, own: Tensor, fanouts: Sequence[int], epoch: int, step: int
+    ) -> PreparedBatch:
+        # States of other numbers of seeds must never meet.
+        if self._group is not None and self._check_every and step % self._check_every == 0:
+            check_seeds(self._group, seeds, step)
         batch = self._part.sample(
             own, fanouts, epoch=epoch, step=step, seed=self._seed, tables=self._tables
         )
         wanted, position = dict(batch.inputs), None
         if self._part.uses_dst:
             target = self._part.schema.target
-            first = wanted.get(target, own[:0])
-            wanted[target], position = relabel(own, self._part.schema.num_nodes[target], first)
+            first, num_nodes = wanted.get(target, own[:0]), self._part.schema.num_nodes[target]
+            if target not in self._tables:
+                self._tables[target] = torch.full((num_nodes,), -1, dtype=torch.int32)
+            wanted[target], position = relabel(own, num_nodes, first, self._tables[target])
         began = time.perf_counter()
         with torch.no_grad():
             features = self._store.read_features(wanted)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, get_args
 
 import torch
@@ -30,7 +31,13 @@ from heta.rows.tables import make_tables
 from heta.training.agreement import sum_losses
 from heta.training.cache_filling import SAMPLED_BATCHES, fill_caches
 from heta.training.checkpoint import load_checkpoint, save_checkpoint
-from heta.training.checks import check_logits, check_model, check_modules, check_ranks
+from heta.training.checks import (
+    check_logits,
+    check_model,
+    check_modules,
+    check_ranks,
+    evaluating,
+)
 from heta.training.evaluation import Evaluation, evaluate_logits
 from heta.training.exchange import PartExchange, Wire
 from heta.training.gradients import GradientSync
@@ -43,6 +50,7 @@ from shared.training.progress import show_progress
 
 __all__ = ["EpochReport", "Trainer"]
 
+_NUMBERS = count()
 _EVALUATION_EPOCH = (1 << 62) + 1
 """Names the draws of predictions, which are the same at any time."""
 
@@ -135,14 +143,18 @@ class Trainer:
         self.replica = rank % self.num_replicas
         self._exchange = self._make_exchange(ranks, wire, check_every)
         rows = rows or RowAdam()
-        self.store = InputRows(make_tables(part, self.group, rows, seed), rows, self.group)
+        # Numbered, since each trainer has a thread of its own that exchanges messages.
+        reading = f"heta reader {next(_NUMBERS)}"
+        reader_group = Group.control(name=reading) if self.group is not None else None
+        tables = make_tables(part, self.group, rows, seed)
+        self.store = InputRows(tables, rows, self.group, reader_group)
         if cache is not None:
             self._fill_caches(cache)
         self.sync = GradientSync(model, part, self.group)
         self.sync.share_initial_values()
         self.optimizer = (optimizer or _adam)(model.parameters())
         self.epoch, self.step_number = 0, 0
-        self._reader = BatchReader(part, self.store, seed)
+        self._reader = BatchReader(part, self.store, seed, reader_group, check_every)
         self._is_checked = self._has_gradients = False
         self.phases: dict[str, float] = {}
         self._requests: dict[str, RowRequest] = {}
@@ -198,7 +210,7 @@ class Trainer:
         seeds = read_seeds(seeds, self.part.schema)
         own = self._choose_seeds(seeds)
         return self._backward(
-            self._reader.submit(own, self.fanouts, epoch, step).result(), seeds, epoch, step
+            self._reader.submit(seeds, own, self.fanouts, epoch, step).result(), seeds, epoch, step
         )
 
     def update(self) -> None:
@@ -237,14 +249,13 @@ class Trainer:
         are `backward`'s.
         """
         batches = [read_seeds(seeds, self.part.schema) for seeds in batches]
-        own = [self._choose_seeds(seeds) for seeds in batches]
-        pending = self._prefetch(own[0], self.step_number) if own else None
+        pending = self._prefetch(batches[0], self.step_number) if batches else None
         for number, seeds in enumerate(batches):
             assert pending is not None, "there is a batch"
             with self._phase("sample"):
                 prepared = pending.result()
             if number + 1 < len(batches):
-                pending = self._prefetch(own[number + 1], self.step_number + 1)
+                pending = self._prefetch(batches[number + 1], self.step_number + 1)
             loss = self._backward(prepared, seeds, self.epoch, self.step_number)
             self.update()
             yield loss
@@ -302,18 +313,14 @@ class Trainer:
         """
         seeds = read_seeds(seeds, self.part.schema)
         fanouts = self.fanouts if fanouts is None else check_fanouts(fanouts, self.part.layers)
-        was_training = self.model.training
-        self.model.eval()
         parts = []
-        try:
+        with evaluating(self.model):
             for chunk in seeds.split(self.batch_size):
                 own = self._choose_seeds(chunk)
-                prepared = self._reader.submit(own, fanouts, _EVALUATION_EPOCH, 0).result()
-                logits, learnable = self._forward(prepared, chunk, with_gradients=False)
+                prepared = self._reader.submit(chunk, own, fanouts, _EVALUATION_EPOCH, 0).result()
+                logits, learnable = self._forward(prepared, with_gradients=False)
                 self.store.release(prepared.features | learnable)
                 parts.append(self._gather_logits(chunk, logits))
-        finally:
-            self.model.train(was_training)
         return torch.cat(parts) if parts else torch.empty(0, 0)
 
     def evaluate(self, split: str, fanouts: Sequence[int] | None = None) -> Evaluation:
@@ -373,6 +380,7 @@ class Trainer:
                 f"{about['seed']} and {about['batch_size']}, with which its epoch was begun; use those"
             )
         self.epoch, self.step_number = about["epoch"], about["step"]
+        self._has_gradients, self._requests = False, {}
 
     @property
     def _graph_fingerprint(self) -> str:
@@ -389,8 +397,9 @@ class Trainer:
             return seeds[owner[seeds] == self.replica]
         return seeds[self.replica :: self.num_replicas]
 
-    def _prefetch(self, own: Tensor, step: int) -> Future[PreparedBatch]:
-        return self._reader.submit(own, self.fanouts, self.epoch, step)
+    def _prefetch(self, seeds: Tensor, step: int) -> Future[PreparedBatch]:
+        own = self._choose_seeds(seeds)
+        return self._reader.submit(seeds, own, self.fanouts, self.epoch, step)
 
     def _backward(self, prepared: PreparedBatch, seeds: Tensor, epoch: int, step: int) -> float:
         batch = prepared.batch
@@ -404,7 +413,7 @@ class Trainer:
             self._is_checked = True
         self.optimizer.zero_grad(set_to_none=True)
         self._has_gradients = False
-        logits, requests = self._forward(prepared, seeds, epoch, step, with_gradients=True)
+        logits, requests = self._forward(prepared, epoch, step, with_gradients=True)
         check_logits(logits, batch, self.part)
         loss = nn.functional.cross_entropy(
             logits, label[batch.seeds].to(logits.device), ignore_index=-1, reduction="sum"
@@ -419,7 +428,7 @@ class Trainer:
             self.sync.sum_gradients()
             total = float(loss.detach())
             if self.num_replicas > 1 and self.group is not None:
-                total = sum_losses(self.group, total, seeds, self.num_replicas, step)
+                total = sum_losses(self.group, total, self.num_replicas)
         check_loss(total, f"epoch {epoch}, step {step}")
         self._requests, self._has_gradients = requests, True
         return total
@@ -427,7 +436,6 @@ class Trainer:
     def _forward(
         self,
         prepared: PreparedBatch,
-        seeds: Tensor,
         epoch: int = 0,
         step: int = 0,
         *,
@@ -443,11 +451,9 @@ class Trainer:
             if position is not None:
                 seed_rows = read[self.part.schema.target].rows[position]
         with self._phase("forward"):
-            if isinstance(self._exchange, PartExchange):
-                self._exchange.begin(epoch, step, seeds)
+            self._exchange.begin(epoch, step)
             logits = self.model(batch, inputs, seed_rows, self._exchange)
-            if isinstance(self._exchange, PartExchange):
-                self._exchange.check()
+            self._exchange.check()
         return logits, learnable
 
     def _gather_logits(self, seeds: Tensor, own: Tensor) -> Tensor:

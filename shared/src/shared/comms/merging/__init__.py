@@ -46,9 +46,9 @@ def merge_all_reduce(
             shapes and types are the same on every rank.
         merge: takes the states of two groups of neighbouring ranks, the lower first, for some of
             the rows, and returns one such state. Associative; each row on its own.
-        wire: type of floats on the way; None: their own. "bfloat16" and "int8" narrow only tensors
-            of 16 or more numbers a row, and send others, such as the maxima of a softmax, in
-            float32. "int8" sends a row as 8-bit codes between its extremes; a row whose numbers are
+        wire: type of floats on the way; None: their own. "bfloat16" and "int8" narrow only the
+            widest tensors, of 16 or more numbers a row, and send others, such as the maxima of a
+            softmax, in float32. "int8" sends a row as 8-bit codes between its extremes; a row whose numbers are
             all equal, infinite too, is exact, one with some infinities becomes NaN.
         phase: name of the program's phase in the ledger; its open phase when None.
 

@@ -14,7 +14,8 @@ from shared.errors import ConfigError
 __all__ = ["RowFormat"]
 
 _WIRES = (None, "float32", "bfloat16", "int8")
-# Fewest numbers a row that are narrowed below float32: fewer save little, and may be exponents.
+# Fewest numbers a row that are narrowed below float32: fewer save little. Narrower tensors of a state,
+# as the maxima of a softmax over many heads, may be exponents.
 _MIN_WIDTH = 16
 _PARAM_BYTES = 8
 
@@ -83,8 +84,9 @@ class RowFormat:
     def __init__(self, tensors: Sequence[Tensor], wire: str | None) -> None:
         if wire not in _WIRES:
             raise ConfigError(f"wire must be one of {', '.join(map(str, _WIRES))}, got {wire!r}")
+        widest = max((prod(t.shape[1:]) for t in tensors if t.is_floating_point()), default=0)
         self._columns = [
-            _Column(tuple(tensor.shape[1:]), tensor.dtype, _sent_type(tensor, wire))
+            _Column(tuple(tensor.shape[1:]), tensor.dtype, _sent_type(tensor, wire, widest))
             for tensor in tensors
         ]
 
@@ -103,11 +105,11 @@ class RowFormat:
         return [column.decode(part) for column, part in zip(self._columns, parts, strict=True)]
 
 
-def _sent_type(tensor: Tensor, wire: str | None) -> torch.dtype:
-    own = tensor.dtype
+def _sent_type(tensor: Tensor, wire: str | None, widest: int) -> torch.dtype:
+    own, width = tensor.dtype, prod(tensor.shape[1:])
     if wire is None or not own.is_floating_point:
         return own
-    narrow = getattr(torch, wire if prod(tensor.shape[1:]) >= _MIN_WIDTH else "float32")
+    narrow = getattr(torch, wire if width >= _MIN_WIDTH and width == widest else "float32")
     return narrow if narrow.itemsize < own.itemsize else own
 
 

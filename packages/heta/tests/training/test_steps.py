@@ -1,0 +1,106 @@
+"""Epochs, predictions between steps, and checkpoints: on ranks and in one process."""
+
+import pytest
+import torch
+from graphs import CITED_BY, CITES, HAS, WRITES, scholars
+from running import HIDDEN, MODELS
+from torch import nn
+
+from heta.graph.part import load
+from heta.nn import RGCN, HeteroModel
+from heta.rows.cache import Cache
+from heta.training.trainer import Trainer
+from shared.errors import ConfigError, DataError
+
+pytestmark = pytest.mark.unchecked
+TWO = [[WRITES, (CITES, 0, 2)], [CITED_BY, HAS, (CITES, 1, 2)]]
+
+
+def make(folder, model="rgcn", **options):
+    torch.manual_seed(0)
+    part = load(folder)
+    return Trainer(part, MODELS[model](part), batch_size=8, **options)
+
+
+def go_through(folder, cache):
+    """Losses of an epoch, with predictions between the steps, beside an abandoned one."""
+    other = make(folder, cache=cache)
+    abandoned = other.steps(other.batches())
+    next(abandoned)
+    trainer = make(folder, cache=cache)
+    losses, scores = [], []
+    for loss in trainer.steps(trainer.batches()):
+        losses.append(loss)
+        # Of more chunks than there are buffers, while the next batch is prepared.
+        scores.append(trainer.predict(range(60)))
+    other.close()
+    trainer.close()
+    return losses, torch.stack(scores)
+
+
+@pytest.mark.parametrize("strategy", ["raf", "edge-cut"])
+def test_epochs_with_predictions_in_between_equal_one_process(open_pool, parts_of, strategy):
+    graph = scholars()
+    whole = [graph.schema.roots]
+    owners = {name: torch.arange(n) * 7 % 3 % 2 for name, n in graph.num_nodes.items()}
+    cut = {"strategy": "edge-cut", "hosts": 2}
+    cache = Cache(200) if strategy == "edge-cut" else None
+    folder = parts_of(graph, TWO) if cache is None else parts_of(graph, whole, owners, **cut)
+    losses, scores = go_through(parts_of(graph, whole), None)
+    assert len(losses) > 3
+    for own_losses, own_scores in open_pool(2).run(go_through, folder, cache).results:
+        assert own_losses == pytest.approx(losses, rel=1e-4)
+        assert torch.allclose(own_scores, scores, rtol=1e-3, atol=1e-4)
+
+
+def test_predictions_leave_each_modules_mode(parts_of):
+    trainer = make(parts_of(scholars(), [scholars().schema.roots]))
+    trainer.model.head.eval()
+    trainer.predict([1, 2])
+    assert trainer.model.training
+    assert not trainer.model.head.training
+
+
+def test_a_checkpoint_of_before_any_step_brings_back_a_fresh_optimizer(parts_of, tmp_path):
+    folder = parts_of(scholars(), [scholars().schema.roots])
+    trainer, again = make(folder), make(folder)
+    trainer.save(tmp_path / "fresh")
+    first = [trainer.step(batch) for batch in trainer.batches()[:3]]
+    trainer.backward(range(8))
+    trainer.load(tmp_path / "fresh")
+    with pytest.raises(ConfigError, match="expected gradients"):
+        trainer.update()
+    assert [trainer.step(batch) for batch in trainer.batches()[:3]] == first
+    assert [again.step(batch) for batch in again.batches()[:3]] == first
+
+
+def _mean(part):
+    def conv(layer, relation, src_dim, dst_dim, out_dim):
+        from torch_geometric.nn import SAGEConv
+
+        return SAGEConv((src_dim, dst_dim), out_dim)
+
+    return HeteroModel(part, conv, HIDDEN, 2, 3, combine="mean")
+
+
+def test_a_checkpoint_of_another_model_is_refused(parts_of, tmp_path):
+    graph = scholars()
+    make(parts_of(graph, [graph.schema.roots])).save(tmp_path / "own")
+    without = make(parts_of(graph, [graph.schema.roots], uses_dst=False))
+    with pytest.raises(DataError, match=r"expected .* does not read .*, got .* reads destinations"):
+        without.load(tmp_path / "own")
+    make(parts_of(graph, [graph.schema.roots]), "sage-sum").save(tmp_path / "sum")
+    part = load(parts_of(graph, [graph.schema.roots]))
+    with pytest.raises(DataError, match=r"by Mean .*, got .* by Sum"):
+        Trainer(part, _mean(part)).load(tmp_path / "sum")
+
+
+def test_heads_for_another_width_and_models_elsewhere_are_refused(parts_of):
+    part = load(parts_of(scholars(), [scholars().schema.roots]))
+    model = HeteroModel(part, lambda *_: nn.Identity(), HIDDEN, 2, nn.Linear(16, 3))
+    model.convs.clear()
+    model._registered.module_of.clear()
+    with pytest.raises(ConfigError, match=r"head: failed on rows \[4, 8\]"):
+        Trainer(part, model).step(range(4))
+    with pytest.raises(ConfigError, match="expected one on the CPU"):
+        Trainer(part, RGCN(part, HIDDEN, 3).to("meta"))
