@@ -2,7 +2,7 @@
 
 R-GCN of two layers, 64 wide, fan-outs 10 and 10, 2,048 seeds a step over all hosts; one rank and one
 thread a host. Rates of work and the link are measured first, and plans are made for them; then the
-strategies take turns of ten steps, or four. Four hosts share two cores, so that predictions say little there.
+strategies take turns of ten steps, or three. Four hosts share two cores, so that predictions say little there.
 """
 
 from itertools import product
@@ -29,7 +29,9 @@ PEERS = [
         "why": "a plan is worth as much as what it chooses is faster",
     }
 ]
-TURNS, STEPS_A_TURN = 7, {"flights": 10, "mag_like": 4}
+TURNS, STEPS_A_TURN = 7, {"flights": 10, "mag_like": 3}
+COMPARED = 24
+"""First steps whose losses are compared: training magnifies rounding."""
 GRAPHS = {
     "flights": lambda: heta.data.flights("late15"),
     "mag_like": lambda: heta.data.mag_like(0.2),
@@ -65,7 +67,7 @@ def bench_auto(benchmark, record_claim, name, rate, uses_dst, hosts):
     worst = max(
         abs(a - b) / abs(b)
         for timing in timings.values()
-        for a, b in zip(timing.losses, compared.alone.losses, strict=True)
+        for a, b in zip(timing.losses[:COMPARED], compared.alone.losses[:COMPARED], strict=True)
     )
     own = "with self term" if uses_dst else "no self term"
     where = f"{name}, {own}, {hosts} hosts, {rate}"

@@ -9,8 +9,6 @@ import heta
 from heta.nn.hetero_model import LocalExchange
 from shared.comms import Group, barrier
 
-STEPS_A_TURN = 8
-
 
 @dataclass
 class Timed:
@@ -62,12 +60,12 @@ def open_ways(ways: dict[str, tuple]) -> dict[str, int]:
     return {name: held_bytes(trainer) for name, trainer in _TRAINERS.items()}
 
 
-def train_turn(name: str, turn: int) -> dict:
+def train_turn(name: str, turn: int, steps: int) -> dict:
     """Trains one way for the steps of a turn: seconds and bytes a step, and losses."""
     group, trainer = Group.world(), _TRAINERS[name]
     batches = trainer.batches()
-    first = turn * STEPS_A_TURN % max(len(batches) - STEPS_A_TURN, 1)
-    chosen = batches[first : first + STEPS_A_TURN]
+    first = turn * steps % max(len(batches) - steps, 1)
+    chosen = batches[first : first + steps]
     trainer.phases = {}
     before = group.ledger.snapshot()
     barrier(group)
@@ -86,7 +84,12 @@ def train_turn(name: str, turn: int) -> dict:
 
 
 def time_in_turns(
-    pool, ways: dict[str, tuple], turns: int, others: dict | None = None, warm: int = 1
+    pool,
+    ways: dict[str, tuple],
+    turns: int,
+    steps: int = 4,
+    others: dict | None = None,
+    warm: int = 1,
 ) -> dict[str, Timed]:
     """Takes turns with all ways, and with what runs beside them.
 
@@ -94,6 +97,7 @@ def time_in_turns(
         pool: ranks.
         ways: folder, the trainer's settings and, if another one's, its class, by name.
         turns: measured turns.
+        steps: steps of a turn.
         others: functions that train a turn's steps some other way: (seconds a step, losses).
         warm: turns before the measured ones.
     """
@@ -107,7 +111,7 @@ def time_in_turns(
                 mine.losses += losses
                 mine.step_s += [step_s] * (turn >= warm)
                 continue
-            ranks = pool.run(train_turn, name, turn).results
+            ranks = pool.run(train_turn, name, turn, steps).results
             mine.losses += ranks[0]["losses"]
             if turn < warm:
                 continue
