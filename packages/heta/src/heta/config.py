@@ -187,7 +187,7 @@ class GraphOptions(JsonOption):
     hidden: int = 64
     """Width of hidden and learnable rows."""
     uses_dst: bool = True
-    """Modules do not read their destination's row, and parts merge once a step."""
+    """Modules read their destination's row. Without, parts merge once a step."""
     head_dim: int | None = None
     """Logits of a linear head on summed or averaged rows: merged in place of wider rows."""
     assign: Annotated[str, choice(ASSIGNMENTS)] = "time"

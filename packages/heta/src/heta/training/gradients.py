@@ -90,11 +90,6 @@ class GradientSync:
                 )
             )
 
-    @property
-    def num_summed(self) -> int:
-        """Number of values that a step sums over the ranks."""
-        return sum(entry.size for entry in self._entries if entry.is_summed)
-
     def share_initial_values(self) -> None:
         """Gives every holder the values of the first, so that all begin alike."""
         if self._group is None or not self._entries:

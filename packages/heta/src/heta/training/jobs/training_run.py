@@ -24,6 +24,7 @@ from heta.training.trainer import Trainer
 from shared.errors import ConfigError, DataError
 from shared.files import read_json, write_atomically
 from shared.training import show_resumed
+from shared.kernels.philox import stream_key
 from shared.training.progress import hidden_progress, is_progress_hidden
 
 __all__ = ["STATE", "Epoch", "make_trainer", "read_run", "train"]
@@ -100,7 +101,7 @@ def make_trainer(part: Part, config: TrainConfig) -> Trainer:
     """
     torch.manual_seed(config.seed)
     rules = {"adam": RowAdam, "adagrad": RowAdagrad}
-    return Trainer(
+    trainer = Trainer(
         part,
         build_model(config.model, part),
         config.fanouts,
@@ -111,6 +112,10 @@ def make_trainer(part: Part, config: TrainConfig) -> Trainer:
         wire=config.wire,
         seed=config.seed,
     )
+    if trainer.num_replicas > 1:
+        # Replicas should not drop the same entries.
+        torch.manual_seed(stream_key(config.seed, trainer.replica) >> 1)
+    return trainer
 
 
 def _train_in_rank(
