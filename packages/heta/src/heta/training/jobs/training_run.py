@@ -23,8 +23,8 @@ from heta.training.jobs.launch import run_in_ranks
 from heta.training.trainer import Trainer
 from shared.errors import ConfigError, DataError
 from shared.files import read_json, write_atomically
-from shared.training import show_resumed
 from shared.kernels.philox import stream_key
+from shared.training import show_resumed
 from shared.training.progress import hidden_progress, is_progress_hidden
 
 __all__ = ["STATE", "Epoch", "make_trainer", "read_run", "train"]
