@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import heta
+from heta.training.exchange import Wire
 from shared.claims import Claim
 from shared.comms import Group, RankPool
 from shared.data.metrics import auc
@@ -34,7 +35,7 @@ TASK, SEEDS, EPOCHS, LR = "late15", (0, 1, 2), 3, 0.003
 _CATEGORIES = 254
 
 
-def train(folder: str, seed: int, wire: str) -> float:
+def train(folder: str, seed: int, wire: Wire) -> float:
     """Trains, and returns the AUROC on validation."""
     torch.set_num_threads(1)
     torch.manual_seed(seed)

@@ -7,6 +7,7 @@ import torch
 
 import heta
 from heta.nn.hetero_model import LocalExchange
+from heta.training.exchange import Wire
 from shared.comms import Group, barrier
 
 
@@ -34,7 +35,7 @@ class Timed:
 class AloneTrainer(heta.Trainer):
     """A part that merges with nobody: what a step takes without the network, whatever it learns."""
 
-    def _make_exchange(self, *settings: object) -> LocalExchange:
+    def _make_exchange(self, ranks: int, wire: Wire, check_every: int) -> LocalExchange:
         return LocalExchange()
 
 
