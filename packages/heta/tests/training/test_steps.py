@@ -97,9 +97,8 @@ def test_a_checkpoint_of_another_model_is_refused(parts_of, tmp_path):
 
 def test_heads_for_another_width_and_models_elsewhere_are_refused(parts_of):
     part = load(parts_of(scholars(), [scholars().schema.roots]))
-    model = HeteroModel(part, lambda *_: nn.Identity(), HIDDEN, 2, nn.Linear(16, 3))
-    model.convs.clear()
-    model._registered.module_of.clear()
+    model = RGCN(part, HIDDEN, 3)
+    model.head = nn.Linear(16, 3)
     with pytest.raises(ConfigError, match=r"head: failed on rows \[4, 8\]"):
         Trainer(part, model).step(range(4))
     with pytest.raises(ConfigError, match="expected one on the CPU"):

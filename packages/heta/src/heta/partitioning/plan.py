@@ -160,8 +160,8 @@ class Plan:
         """
         try:
             tree = json.loads(text)
-            if tree.pop("format") != _FORMAT:
-                raise ValueError("another format")
+            # A KeyError if it is of another format.
+            tree = {_FORMAT: tree}[tree.pop("format")]
             tree["schema"] = Schema.from_json(tree["schema"])
             tree["parts"] = tuple(_read_part(part) for part in tree["parts"])
             tree["alternatives"] = tuple(StrategyForecast(**each) for each in tree["alternatives"])
