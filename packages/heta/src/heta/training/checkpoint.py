@@ -138,10 +138,11 @@ def load_checkpoint(
         raise DataError(
             f"{path}: expected a checkpoint of this graph, {graph}, got one of {about.get('graph')}"
         )
-    if about.get("model") != describe_model(model):
+    wanted = describe_model(model)
+    if about.get("model", wanted) != wanted:
         raise DataError(
-            f"{path}: expected a checkpoint of {describe_model(model)}, got one of {about.get('model')}; "
-            f"make the model that was saved"
+            f"{path}: expected a checkpoint of {wanted}, got one of {about['model']}; make the model that "
+            f"was saved"
         )
     rank = 0 if group is None else group.rank
     rows = _pick_rows(state, tables, rank, path)
