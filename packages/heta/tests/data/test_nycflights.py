@@ -1,6 +1,8 @@
 """The graph of flights: counts, joins, tasks, and that no label is to be read from an input."""
 
 import functools
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -206,3 +208,11 @@ def test_all_of_2013_has_the_documented_counts():
     assert rates == pytest.approx({"train": 0.256, "val": 0.151, "test": 0.250}, abs=5e-4)
     assert int(flights("cancelled").label.sum()) == 8_255
     assert len(TASKS) == 3
+
+
+def test_without_pandas_the_error_says_what_to_install():
+    script = "import sys; sys.modules['pandas'] = None; import heta; heta.data.flights(days=1)"
+    done = subprocess.run(
+        [sys.executable, "-c", script], check=False, capture_output=True, text=True
+    )
+    assert "DataError: flights: needs pandas; run: pip install pandas" in done.stderr

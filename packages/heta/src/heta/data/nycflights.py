@@ -136,9 +136,9 @@ def flights(
 
 @functools.cache
 def _read(name: str) -> DataFrame:
+    table = read_flight_table(name)  # refuses to go on without pandas
     import pandas
 
-    table = read_flight_table(name)
     if name in ("flights", "weather"):
         dates = pandas.to_datetime(table[["year", "month", "day"]])
         table = table.assign(day_of_year=dates.dt.day_of_year - 1)
