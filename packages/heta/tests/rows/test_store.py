@@ -107,3 +107,12 @@ def test_rates_that_are_no_finite_number_from_0_are_refused(lr):
     for kind in (RowAdam, RowAdagrad):
         with pytest.raises(ConfigError, match="lr: expected a finite number from 0"):
             kind(lr=lr)
+
+
+def test_memory_is_used_again_once_released_and_by_one_reader_at_a_time():
+    _, store = make_store(RowAdam())
+    first = store.read_learnable({"a": torch.arange(4)})["a"]
+    store.give_back({"a": first})
+    again, other = (store.read_learnable({"a": torch.tensor([5, 6])})["a"] for _ in range(2))
+    assert again.rows.data_ptr() == first.rows.data_ptr()
+    assert other.rows.data_ptr() != again.rows.data_ptr()
