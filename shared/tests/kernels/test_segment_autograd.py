@@ -211,3 +211,11 @@ def test_bad_calls_are_refused():
     for function in (aggregate, segment_max):
         with pytest.raises(DataError, match=r"x \[17, dim\].*got \[16, 2\]"):
             function(csr, torch.ones(16, 2))
+
+
+def test_a_mean_of_one_entry_passes_its_whole_gradient_on():
+    # Rows of one entry, of none and of two; column 1 is read twice.
+    csr = CSR(torch.tensor([0, 1, 1, 3]), torch.tensor([1, 0, 1]), 3)
+    x = torch.ones(3, 2, dtype=torch.float64, requires_grad=True)
+    aggregate(csr, x, reduce="mean").backward(torch.tensor([[4.0, 8.0]] * 3, dtype=torch.float64))
+    assert x.grad.tolist() == [[2.0, 4.0], [6.0, 12.0], [0.0, 0.0]]
