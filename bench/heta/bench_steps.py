@@ -193,7 +193,8 @@ def record_limit(record_claim, where: str, rate: float, timed: dict[str, Timed])
             baseline=limit_s,
             baseline_name="the longer of network and computing",
             higher_is_better=False,
-            correct=timed[ALONE].sent_bytes < timed["raf"].sent_bytes,
+            correct=is_same(timed["raf"], timed["replicate"], "raf")
+            and timed[ALONE].sent_bytes < timed["raf"].sent_bytes,
             detail=f"{network_s:.4f} s for the bytes at the link's rate, {alone_s:.4f} s without merging",
         ),
         aim=1 / 1.3,
