@@ -8,7 +8,7 @@ from torch import nn
 
 from heta.graph.part import load
 from heta.graph.relation_codes import relation_code
-from heta.rows.store import initial_rows
+from heta.rows.tables import initial_rows
 
 pytestmark = pytest.mark.unchecked
 SEEDS = list(range(17, 60, 2))

@@ -8,7 +8,7 @@ from torch import nn
 
 from heta.graph.hetero_graph import HeteroGraph
 from heta.graph.part import load
-from heta.rows.store import initial_rows
+from heta.rows.tables import initial_rows
 
 pyg = pytest.importorskip("torch_geometric.nn")
 SEEDS = list(range(17, 60, 2))

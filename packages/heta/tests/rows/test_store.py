@@ -5,7 +5,8 @@ import torch
 
 from heta.rows.optimizers import RowAdagrad, RowAdam
 from heta.rows.owners import MappedOwners, ModuloOwners
-from heta.rows.store import InputRows, Table, initial_rows
+from heta.rows.store import InputRows
+from heta.rows.tables import Table, initial_rows
 from shared.errors import ConfigError
 
 

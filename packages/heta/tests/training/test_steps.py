@@ -101,5 +101,5 @@ def test_heads_for_another_width_and_models_elsewhere_are_refused(parts_of):
     model.head = nn.Linear(16, 3)
     with pytest.raises(ConfigError, match=r"head: failed on rows \[4, 8\]"):
         Trainer(part, model).step(range(4))
-    with pytest.raises(ConfigError, match="expected one on the CPU"):
+    with pytest.raises(ConfigError, match="expected all parameters on the CPU or on one GPU"):
         Trainer(part, RGCN(part, HIDDEN, 3).to("meta"))

@@ -26,6 +26,15 @@ class RelationEdges:
     num_src: int
     _csr: list[CSR] = field(default_factory=list, init=False, repr=False)
 
+    def to(self, device: torch.device) -> "RelationEdges":
+        """These edges on a device, with the sparse matrix that was checked here."""
+        if self.src.device == device:
+            return self
+        csr = self.csr.to(device)
+        edges = RelationEdges(csr.indptr, csr.indices, self.num_src)
+        edges._csr.append(csr)
+        return edges
+
     @property
     def num_dst(self) -> int:
         """Rows in the list of destinations."""

@@ -8,7 +8,7 @@ seed, epoch, step, layer, relation and node only, so that parts draw what one pr
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -62,6 +62,10 @@ class SeedEdges:
     edges: RelationEdges
     rows: Int64[Tensor, " rows"]
 
+    def to(self, device: torch.device) -> SeedEdges:
+        """These edges on a device."""
+        return SeedEdges(self.edges.to(device), self.rows.to(device))
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerBlock:
@@ -78,6 +82,14 @@ class LayerBlock:
     seed_edges: dict[Relation, SeedEdges]
     edges: dict[Relation, RelationEdges]
     nodes: dict[str, Int64[Tensor, " nodes"]]
+
+    def to(self, device: torch.device) -> LayerBlock:
+        """The layer with its edges on a device; ids of nodes stay."""
+        return replace(
+            self,
+            seed_edges={r: edges.to(device) for r, edges in self.seed_edges.items()},
+            edges={r: edges.to(device) for r, edges in self.edges.items()},
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -102,6 +114,18 @@ class Batch:
             + sum(len(e.src) for e in layer.edges.values())
             for layer in self.layers
         )
+
+    def to(self, device: torch.device) -> Batch:
+        """The batch with its edges on a device, for modules there; ids of nodes stay."""
+        return replace(self, layers=tuple(layer.to(device) for layer in self.layers))
+
+    def edge_tensors(self) -> Iterator[Tensor]:
+        """Lists what `to` moves."""
+        for layer in self.layers:
+            of_seeds = layer.seed_edges.values()
+            yield from (part.rows for part in of_seeds)
+            for edges in (*(part.edges for part in of_seeds), *layer.edges.values()):
+                yield from (edges.indptr, edges.src)
 
     def root_edges(self) -> dict[Relation, tuple[Tensor, Tensor]]:
         """Lists the edges into the seeds at the last layer, as (source ids, seed ids) by relation."""

@@ -169,7 +169,7 @@ class BGHGNN(HeteroModel):
         indptr, entries = sample(code, nodes, -1, 0)
         assert code.weight is not None, "a code has values"
         chosen = CSR(indptr, code.indices[entries], code.num_cols, code.weight[entries])
-        return self.blend(self.widths[number](rows), number, chosen)
+        return self.blend(self.widths[number](rows), number, chosen.to(rows.device))
 
 
 def _starts(lists: list[Tensor]) -> list[int]:

@@ -364,7 +364,9 @@ class HeteroModel(nn.Module):
             )
         index, num_parts = self._self_share
         if None in slots:
-            chosen = (batch.seeds % num_parts == index).nonzero()[:, 0] if num_parts > 1 else None
+            chosen = None
+            if num_parts > 1:
+                chosen = (batch.seeds % num_parts == index).nonzero()[:, 0].to(own.device)
             own_rows = own if chosen is None else own[chosen]
             module = self.module(number, target)
             inputs.append(

@@ -58,8 +58,8 @@ class RelationInput:
         name = "the own row" if self.relation is None else name_relation(self.relation)
         check_outputs(outputs, merge, name, num_edges, len(self.x_dst), width)
         if merge.takes_edges:
-            row = torch.arange(num_edges) if edge_rows is None else edge_rows.dst
-            row = row.to(self.x_dst.device)
+            own = torch.arange(num_edges, device=self.x_dst.device)
+            row = own if edge_rows is None else edge_rows.dst
             return (*outputs, row if self.rows is None else self.rows[row])
         rows = torch.arange(len(outputs), device=outputs.device) if self.rows is None else self.rows
         return outputs, rows

@@ -8,44 +8,17 @@ Features never change: those of the next batch are read behind a step, by messag
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from heta.rows.cache import RemoteRowCache
 from heta.rows.optimizers import RowOptimizer
-from heta.rows.owners import Owners
+from heta.rows.tables import Table
 from shared.comms import Group, all_gather, all_to_all_v
-from shared.kernels.gather import gather
 from shared.kernels.neighbors import relabel
-from shared.kernels.philox import stream_key
 
-__all__ = ["InputRows", "RowRequest", "Table", "initial_rows"]
-
-_CHUNK = 65_536
-
-
-@dataclass(slots=True, eq=False)
-class Table:
-    """One type's rows on this rank.
-
-    Attributes:
-        rows: float32 [owned rows, dim], those that this rank owns, or all rows of the type if `owners`
-            is None.
-        owners: who owns which; None if every rank that reads the type has all its rows.
-        is_learnable: whether rows are trained.
-        num_nodes: nodes of the type, over all owners.
-        state: the optimizer's, by name, of owned rows.
-        cache: copies of other ranks' rows; None without.
-    """
-
-    rows: Tensor
-    owners: Owners | None
-    is_learnable: bool
-    num_nodes: int
-    state: dict[str, Tensor] = field(default_factory=dict)
-    cache: RemoteRowCache | None = None
+__all__ = ["InputRows", "RowRequest"]
 
 
 @dataclass(slots=True, eq=False)
@@ -56,8 +29,9 @@ class RowRequest:
         ids: the nodes.
         order: positions of the ids by owner.
         counts: ids of each owner.
-        rows: what was read, a leaf that takes gradients if the type is learnable.
-        buffer: memory whose first rows these are, used again after `release`.
+        rows: what was read, on the model's device; a leaf that takes gradients if the type is
+            learnable.
+        buffer: memory whose first rows these are, on the CPU used again after `release`.
     """
 
     ids: Tensor
@@ -65,22 +39,6 @@ class RowRequest:
     counts: list[int]
     rows: Tensor
     buffer: Tensor
-
-
-def initial_rows(ids: Tensor, dim: int, seed: int, number: int) -> Tensor:
-    """Draws the initial rows of nodes of type `number`, the same for an id wherever it is drawn.
-
-    Returns:
-        Normal numbers [ids, dim] of standard deviation 1 / sqrt(dim).
-    """
-    rows = torch.empty(len(ids), dim)
-    chunks = ids // _CHUNK
-    for chunk in chunks.unique().tolist():
-        generator = torch.Generator().manual_seed(stream_key(seed, number, chunk) >> 1)
-        drawn = torch.randn(_CHUNK, dim, generator=generator)
-        chosen = (chunks == chunk).nonzero()[:, 0]
-        rows[chosen] = drawn[ids[chosen] % _CHUNK]
-    return rows.mul_(dim**-0.5)
 
 
 class InputRows:
@@ -91,9 +49,11 @@ class InputRows:
         optimizer: of learnable rows.
         group: all ranks; None for a single process.
         features_group: all ranks again, for the messages of `read_features` alone.
+        device: where rows are read to.
 
     Attributes:
         rank: this rank among all.
+        device: where rows are read to.
         learnable, features: names of the types of either kind.
     """
 
@@ -103,8 +63,10 @@ class InputRows:
         optimizer: RowOptimizer,
         group: Group | None,
         features_group: Group | None = None,
+        device: torch.device | str = "cpu",
     ) -> None:
         self.tables, self.optimizer = tables, optimizer
+        self.device = torch.device(device)
         self._group = group if group is not None and group.world_size > 1 else None
         self.rank = group.rank if group is not None else 0
         self._size = group.world_size if group is not None else 1
@@ -156,7 +118,7 @@ class InputRows:
             table, ids = self.tables[name], wanted[name]
             where = ids if table.owners is None else table.owners.local(ids)
             requests[name] = self._open(name, ids, torch.arange(len(ids)), [len(ids)])
-            gather(table.rows, where, requests[name].rows)
+            table.read_to_device(where, requests[name].rows)
         travelling = [name for name in names if name in self._travelling]
         if not travelling:
             return requests, {}
@@ -205,7 +167,7 @@ class InputRows:
                 table = self.tables[name]
                 where = table.owners.local(ids)  # pyrefly: ignore
                 asked_here[name].append(where)
-                parts.append(gather(table.rows, where).flatten())
+                parts.append(table.read(where).flatten())
             replies.append(torch.cat(parts))
         dims = {name: self.tables[name].rows.shape[1] for name in travelling}
         incoming = [
@@ -224,32 +186,39 @@ class InputRows:
                     continue
                 size = int(counts[rank, i]) * dims[name]
                 parts.append(
-                    incoming[rank][offsets[rank] : offsets[rank] + size].view(-1, dims[name])
+                    incoming[rank][offsets[rank] : offsets[rank] + size]
+                    .view(-1, dims[name])
+                    .to(self.device)
                 )
                 offsets[rank] += size
             if name in wanted:
                 requests[name] = self._open(name, ids, order, by_rank)
-                requests[name].rows[order] = torch.cat(parts)
+                requests[name].rows[order.to(self.device)] = torch.cat(parts)
         return asked_here
 
     def _open(self, name: str, ids: Tensor, order: Tensor, counts: list[int]) -> RowRequest:
         """A request with memory for its rows."""
         free, dim = self._buffers[name], self.tables[name].rows.shape[1]
-        buffer = free.pop() if free else torch.empty(0, dim)
+        buffer = free.pop() if free else torch.empty(0, dim, device=self.device)
         if len(buffer) < len(ids):
-            buffer = torch.empty(len(ids) + len(ids) // 4, dim)
+            buffer = torch.empty(len(ids) + len(ids) // 4, dim, device=self.device)
         return RowRequest(ids, order, counts, buffer[: len(ids)], buffer)
 
     def release(self, requests: Mapping[str, RowRequest]) -> None:
         """Takes back the memory of rows that nobody reads any more."""
-        for name, request in requests.items():
-            self._buffers[name].append(request.buffer)
+        # On a GPU the step that reads them may not have run yet, and torch keeps memory itself.
+        if self.device.type == "cpu":
+            for name, request in requests.items():
+                self._buffers[name].append(request.buffer)
 
     def _read_own(self, table: Table, ids: Tensor) -> Tensor:
         assert table.owners is not None, "it travels"
-        if table.cache is None:
-            return gather(table.rows, table.owners.local(ids))
-        return table.cache.read(ids, table.rows, table.owners, self.rank)
+        if table.cache is not None:
+            rows = table.cache.read(ids, table.rows, table.owners, self.rank)
+            return rows.to(self.device)
+        rows = torch.empty(len(ids), table.rows.shape[1], device=self.device)
+        table.read_to_device(table.owners.local(ids), rows)
+        return rows
 
     def give_back(self, requests: Mapping[str, RowRequest]) -> None:
         """Sends gradients to the owners, and updates and releases the rows; every rank calls it.
@@ -291,11 +260,12 @@ class InputRows:
                     continue
                 start = sum(request.counts[:rank])
                 chosen = request.order[start : start + request.counts[rank]]
+                sent = grad[chosen.to(grad.device)]
                 if rank == self.rank:
                     table = self.tables[name]
-                    own[name] = table.owners.local(request.ids[chosen]), grad[chosen]  # pyrefly: ignore
+                    own[name] = table.owners.local(request.ids[chosen]), sent  # pyrefly: ignore
                 else:
-                    parts.append(grad[chosen].flatten())
+                    parts.append(sent.flatten().cpu())
             sends.append(torch.cat(parts))
         sizes = [
             sum(len(self._asked[name][rank]) * dims[name] for name in travelling)
@@ -323,7 +293,7 @@ class InputRows:
             return
         if len(parts) == 1:
             # A batch names each node once.
-            self.optimizer.step(table.rows, table.state, *parts[0])
+            table.update(self.optimizer, *parts[0])
             return
         if name not in self._scratch:
             self._scratch[name] = torch.full((len(table.rows),), -1, dtype=torch.int32)
@@ -331,8 +301,8 @@ class InputRows:
             [where for where, _ in parts], len(table.rows), parts[0][0][:0], self._scratch[name]
         )
         total = torch.zeros(len(rows), table.rows.shape[1])
-        total.index_add_(0, position, torch.cat([grad for _, grad in parts]))
-        self.optimizer.step(table.rows, table.state, rows, total)
+        total.index_add_(0, position, torch.cat([grad.cpu() for _, grad in parts]))
+        table.update(self.optimizer, rows, total)
 
 
 def _slice(values: Tensor, counts: list[int], index: int) -> Tensor:

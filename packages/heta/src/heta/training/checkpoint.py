@@ -25,7 +25,7 @@ from torch.distributed.checkpoint import (
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from heta.nn.hetero_model import HeteroModel
-from heta.rows.store import Table
+from heta.rows.tables import Table
 from shared.comms import Group, barrier
 from shared.errors import DataError
 from shared.files import publish
@@ -66,6 +66,8 @@ def save_checkpoint(
         state[f"optimizer.{name}.{key}"] = value
     for name, table in tables.items():
         if table.is_learnable and len(table.rows):
+            if table.on_device is not None:
+                table.on_device.write_back()
             prefix = f"rows.{name}.{rank}"
             state[f"{prefix}.ids"] = _owned_ids(table, rank, len(table.rows))
             state[f"{prefix}.weight"] = table.rows
@@ -154,6 +156,8 @@ def load_checkpoint(
         table.rows.copy_(values.pop("weight"))
         for key, value in values.items():
             table.state[key].copy_(value)
+        if table.on_device is not None:
+            table.on_device.read_again()
     return about
 
 
@@ -198,6 +202,8 @@ def _fill_optimizer(
             optimizer.state[names[name]][entry] = value
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
         group.update(saved)
+    # Moves moments beside their parameters, and counts of steps where the optimizer wants them.
+    optimizer.load_state_dict(optimizer.state_dict())
 
 
 def _room(metadata: Metadata, key: str, path: Any, tensor: Tensor) -> Tensor:

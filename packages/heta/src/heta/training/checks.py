@@ -65,18 +65,20 @@ def check_model(model: HeteroModel, part: Part) -> None:
     """Checks that a model was made for this part, in the type in which rows and gradients travel.
 
     Raises:
-        ConfigError: it was made for another part, or a parameter is not on the CPU or not of float32.
+        ConfigError: it was made for another part, or parameters are not of float32 or not all on the
+            CPU or on one GPU.
     """
     if model.made_for != (part.fingerprint, part.index):
         raise ConfigError(
             f"model: expected one over this part, {part.index}, got one over part {model.made_for[1]} of "
             f"plan {model.made_for[0]}; give the model and the trainer the same part"
         )
+    device = next(model.parameters()).device
     for name, parameter in model.named_parameters():
-        if parameter.device.type != "cpu":
+        if parameter.device.type not in ("cpu", "cuda") or parameter.device != device:
             raise ConfigError(
-                f"parameter {name}: expected one on the CPU, where graphs and rows lie, got "
-                f"{parameter.device}; call model.cpu()"
+                f"parameter {name}: expected all parameters on the CPU or on one GPU, as the first on "
+                f"{device}, got {parameter.device}; call model.cpu() or model.cuda()"
             )
         if parameter.is_floating_point() and parameter.dtype != torch.float32:
             raise ConfigError(
@@ -115,29 +117,31 @@ def check_modules(model: HeteroModel) -> None:
                 f"batch normalisation takes its statistics from all rows of a step, and each part has "
                 f"others; use nn.LayerNorm"
             )
-    with evaluating(model), torch.random.fork_rng(devices=[]), torch.no_grad():
+    device = next(model.parameters()).device
+    drawing_on = [device] if device.type == "cuda" else []
+    with evaluating(model), torch.random.fork_rng(devices=drawing_on), torch.no_grad():
         for (number, key), module in model.module_of.items():
             # The rows of this package's own modules are tested.
             if isinstance(key, tuple) and not getattr(module, "reads_edges", False):
                 _check_conv(model, number, key, module)
         target = model.schema.target
         if model.num_layers > 1:
-            _check_rows("activation", model.activation, model.dims[1][target])
+            _check_rows("activation", model.activation, device, model.dims[1][target])
         if model.stack_function is not None:
             num_slots = model.num_slots(model.num_layers, target)
-            _check_rows("function of Stack", model.stack_function, num_slots, model.hidden)
-        _check_rows("head", model.head, model.dims[-1][target])
+            _check_rows("function of Stack", model.stack_function, device, num_slots, model.hidden)
+        _check_rows("head", model.head, device, model.dims[-1][target])
 
 
 def _check_conv(model: HeteroModel, number: int, relation: Relation, module: nn.Module) -> None:
     """Compares rows with those of fewer destinations, and of sources that are numbered otherwise."""
     name = f"the module of layer {number}, {name_relation(relation)}, {type(module).__name__}"
     dims = model.dims[number - 1]
-    generator = torch.Generator().manual_seed(0)
-    x_src = torch.randn(5, dims[relation[0]], generator=generator)
-    x_dst = torch.randn(4, dims[relation[2]] if model.uses_dst else 0, generator=generator)
-    src, dst = torch.tensor([[0, 3, 1, 4, 2, 0], [0, 0, 1, 2, 2, 2]])
-    order = torch.tensor([3, 0, 4, 1, 2])
+    device = next(model.parameters()).device
+    x_src = _draw_rows(device, 5, dims[relation[0]])
+    x_dst = _draw_rows(device, 4, dims[relation[2]] if model.uses_dst else 0)
+    src, dst = torch.tensor([[0, 3, 1, 4, 2, 0], [0, 0, 1, 2, 2, 2]]).to(device)
+    order = torch.tensor([3, 0, 4, 1, 2]).to(device)
 
     def call(x_src: Tensor, x_dst: Tensor, src: Tensor, dst: Tensor) -> Tensor:
         outputs = module((x_src, x_dst), torch.stack([src, dst]))
@@ -171,9 +175,16 @@ def _check_conv(model: HeteroModel, number: int, relation: Relation, module: nn.
         )
 
 
-def _check_rows(name: str, function: Callable[[Tensor], Tensor], *shape: int) -> None:
+def _draw_rows(device: torch.device, *shape: int) -> Tensor:
+    """The same rows on every device."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0)).to(device)
+
+
+def _check_rows(
+    name: str, function: Callable[[Tensor], Tensor], device: torch.device, *shape: int
+) -> None:
     """Compares a function's rows with those of fewer rows."""
-    rows = torch.randn(4, *shape, generator=torch.Generator().manual_seed(0))
+    rows = _draw_rows(device, 4, *shape)
     try:
         whole, again, some = function(rows), function(rows), function(rows[:2])
     except Exception as error:

@@ -16,7 +16,7 @@ from shared.comms.merging import merge_all_reduce
 from shared.kernels.digest import digest
 from shared.kernels.philox import stream_key
 
-__all__ = ["PartExchange", "Wire"]
+__all__ = ["PartExchange", "Wire", "choose_host_group"]
 
 Wire = Literal["float32", "bfloat16", "int8"]
 
@@ -34,10 +34,20 @@ class PartExchange:
         wire: see above.
         seed: of random draws that all parts share.
         check_every: steps between comparisons of merged states; 0 for never.
+        device: where the model lies; states travel from the group's own device.
     """
 
-    def __init__(self, group: Group, wire: Wire, seed: int, check_every: int = 1) -> None:
+    def __init__(
+        self,
+        group: Group,
+        wire: Wire,
+        seed: int,
+        check_every: int = 1,
+        device: torch.device | str = "cpu",
+    ) -> None:
         self.group, self.wire = group, wire
+        self._host_group = choose_host_group(group)
+        self._device = torch.device(device)
         self._seed, self._check_every = seed, check_every
         self.epoch = self.step = 0
         self._digests: dict[str, int] = {}
@@ -57,13 +67,10 @@ class PartExchange:
         Raises:
             CommError: a rank died, or the timeout passed.
         """
-        local = (
-            state.detach()
-            if isinstance(state, Tensor)
-            else type(state)(*(tensor.detach() for tensor in state))
-        )
+        local = _move(state, self.group.device)
         with self.group.ledger.phase("merge"):
             merged = merge_all_reduce(self.group, local, merge.merge, wire=self.wire)
+        merged = _move(merged, self._device)
         if self._is_checked:
             tensors = [merged] if isinstance(merged, Tensor) else list(merged)
             self._digests[f"layer {number}"] = digest(tensors)
@@ -89,7 +96,7 @@ class PartExchange:
     @contextmanager
     def same_random(self, number: int) -> Iterator[None]:
         """Draws by a seed that all parts share; other draws go on as if there had been none."""
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[self._device] if self._device.type == "cuda" else []):
             # Python's and torch's seeds are 63 bits wide.
             # Replicas have other seeds, and should not drop the same entries.
             replica = self.group.ranks[0]
@@ -104,7 +111,19 @@ class PartExchange:
             CommError: merged rows differ; names the step and the ranks.
         """
         if self._digests:
-            check_same(self.group, self._digests, self.step)
+            check_same(self._host_group, self._digests, self.step)
+
+
+def choose_host_group(group: Group) -> Group:
+    """Returns the group for tensors in the host's memory: itself, or one of its ranks beside NCCL's."""
+    return group if group.device.type == "cpu" else Group.control(group.process_group)
+
+
+def _move(state: Any, device: torch.device) -> Any:
+    """A state without a graph, on a device."""
+    if isinstance(state, Tensor):
+        return state.detach().to(device)
+    return type(state)(*(tensor.detach().to(device) for tensor in state))
 
 
 class _Reach(torch.autograd.Function):
@@ -131,4 +150,6 @@ class _SumGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyrefly: ignore
         with ctx.group.ledger.phase("merge"):
-            return all_reduce(ctx.group, grad.contiguous().clone()), None
+            # A copy: autograd may hold the gradient elsewhere.
+            own = grad.to(ctx.group.device, copy=True, memory_format=torch.contiguous_format)
+            return all_reduce(ctx.group, own).to(grad.device), None

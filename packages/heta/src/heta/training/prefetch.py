@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -25,7 +26,7 @@ class PreparedBatch:
     """A batch with what can be read before its step.
 
     Attributes:
-        batch: the batch.
+        batch: the batch, its edges on the model's device.
         wanted: ids of all input rows by type, those of the seeds included where modules read them.
         seed_position: where the seeds stand in `wanted`; None if modules do not read them.
         features: rows of the types with features.
@@ -54,6 +55,8 @@ class BatchReader:
         self, part: Part, store: InputRows, seed: int, group: Group | None, check_every: int
     ) -> None:
         self._part, self._store, self._seed = part, store, seed
+        is_cuda = store.device.type == "cuda"
+        self._stream = torch.cuda.Stream(store.device) if is_cuda else None
         self._group, self._check_every = group, check_every
         self._tables: dict[str, Tensor] = {}
         self._thread = _make_thread()
@@ -70,6 +73,18 @@ class BatchReader:
             epoch, step: name the random draws.
         """
         return self._thread.submit(self._prepare, seeds, own, fanouts, epoch, step)
+
+    def receive(self, prepared: Future[PreparedBatch]) -> PreparedBatch:
+        """Waits for a batch that was submitted."""
+        received = prepared.result()
+        if self._stream is not None:
+            # Else the thread would take their memory for its next batch while this step still reads.
+            current = torch.cuda.current_stream(self._store.device)
+            for request in received.features.values():
+                request.rows.record_stream(current)
+            for tensor in received.batch.edge_tensors():
+                tensor.record_stream(current)
+        return received
 
     def close(self) -> None:
         """Ends the thread; the next batch starts another."""
@@ -93,9 +108,20 @@ class BatchReader:
                 self._tables[target] = torch.full((num_nodes,), -1, dtype=torch.int32)
             wanted[target], position = relabel(own, num_nodes, first, self._tables[target])
         began = time.perf_counter()
-        with torch.no_grad():
+        with torch.no_grad(), self._copying():
+            batch = batch.to(self._store.device)
             features = self._store.read_features(wanted)
         return PreparedBatch(batch, wanted, position, features, time.perf_counter() - began)
+
+    @contextmanager
+    def _copying(self) -> Iterator[None]:
+        """On a GPU copies run beside the step, and are done at the end of the block."""
+        if self._stream is None:
+            yield
+            return
+        with torch.cuda.stream(self._stream):
+            yield
+        self._stream.synchronize()
 
 
 def _make_thread() -> ThreadPoolExecutor:

@@ -29,7 +29,7 @@ from heta.rows.optimizers import RowAdam, RowOptimizer
 from heta.rows.store import InputRows, RowRequest
 from heta.rows.tables import make_tables
 from heta.training.agreement import sum_losses
-from heta.training.cache_filling import SAMPLED_BATCHES, fill_caches
+from heta.training.cache_filling import SAMPLED_BATCHES, fill_device, fill_remote
 from heta.training.checkpoint import load_checkpoint, save_checkpoint
 from heta.training.checks import (
     check_logits,
@@ -39,7 +39,7 @@ from heta.training.checks import (
     evaluating,
 )
 from heta.training.evaluation import Evaluation, evaluate_logits
-from heta.training.exchange import PartExchange, Wire
+from heta.training.exchange import PartExchange, Wire, choose_host_group
 from heta.training.gradients import GradientSync
 from heta.training.prefetch import BatchReader, PreparedBatch
 from shared.comms import Group, all_gather_v
@@ -92,13 +92,13 @@ class Trainer:
 
     Args:
         part: this rank's part, from `heta.load`.
-        model: a `HeteroModel` over that part.
+        model: a `HeteroModel` over that part, on the CPU or on a GPU.
         fanouts: most in-edges of a node and relation, the hop next to the seeds first, -1 for all;
             None takes the plan's.
         batch_size: seeds of a step over all ranks; None takes the plan's.
         optimizer: makes the optimizer of the model's parameters.
         rows: optimizer of learnable rows.
-        cache: of other ranks' rows; "edge-cut" only.
+        cache: with "edge-cut" of other ranks' features; else of this host's rows on the model's GPU.
         wire: form in which states travel: "float32", "bfloat16" or "int8".
         seed: of the order of seeds, sampling, learnable rows and shared dropout.
         check_every: steps between comparisons of what all parts should hold alike; 0 for never.
@@ -135,7 +135,8 @@ class Trainer:
         if check_every < 0:
             raise ConfigError(f"check_every: expected 0 or more, got {check_every}")
         self.part, self.model, self.seed = part, model, seed
-        self.group = Group.world() if Group.exists() else None
+        self.device = next(model.parameters(), torch.empty(0)).device
+        self.group = choose_host_group(Group.world()) if Group.exists() else None
         rank, ranks = (0, 1) if self.group is None else (self.group.rank, self.group.world_size)
         check_ranks(part, self.group)
         check_model(model, part)
@@ -146,8 +147,8 @@ class Trainer:
         # Numbered, since each trainer has a thread of its own that exchanges messages.
         reading = f"heta reader {next(_NUMBERS)}"
         reader_group = Group.control(name=reading) if self.group is not None else None
-        tables = make_tables(part, self.group, rows, seed)
-        self.store = InputRows(tables, rows, self.group, reader_group)
+        tables = make_tables(part, self.group, rows, seed, self.device)
+        self.store = InputRows(tables, rows, self.group, reader_group, self.device)
         if cache is not None:
             self._fill_caches(cache)
         self.sync = GradientSync(model, part, self.group)
@@ -170,13 +171,14 @@ class Trainer:
             group = Group.of(range(replica, ranks, self.num_replicas))
             own = group if replica == self.replica else own
         assert own is not None, "each rank is a replica of its part"
-        return PartExchange(own, wire, self.seed, check_every)
+        return PartExchange(own, wire, self.seed, check_every, self.device)
 
     def _fill_caches(self, cache: Cache) -> None:
-        if self.part.strategy != "edge-cut":
+        is_remote = self.part.strategy == "edge-cut"
+        if not is_remote and self.device.type == "cpu":
             raise ConfigError(
-                f"cache: expected a plan by edge-cut, whose features lie on other hosts, got "
-                f"{self.part.strategy!r}; leave the cache out"
+                f"cache: expected a plan by edge-cut, whose features lie on other hosts, or a model on a "
+                f"GPU, got {self.part.strategy!r} and a model on the CPU; leave the cache out"
             )
         num_nodes = self.part.schema.num_nodes[self.part.schema.target]
         is_seed = self.part.masks.get("train", torch.ones(num_nodes, dtype=torch.bool))
@@ -184,7 +186,8 @@ class Trainer:
         generator = torch.Generator().manual_seed(self.seed)
         drawn = seeds[torch.randperm(len(seeds), generator=generator)]
         own = self._choose_seeds(drawn[: SAMPLED_BATCHES * self.batch_size])
-        fill_caches(self.store, self.part, cache, own, self.fanouts, self.seed)
+        fill = fill_remote if is_remote else fill_device
+        fill(self.store, self.part, cache, own, self.fanouts, self.seed)
 
     def backward(self, seeds: Any, *, epoch: int | None = None, step: int | None = None) -> float:
         """Computes the mean cross entropy of a batch and its gradients, and updates nothing.
@@ -209,9 +212,8 @@ class Trainer:
         step = self.step_number if step is None else step
         seeds = read_seeds(seeds, self.part.schema)
         own = self._choose_seeds(seeds)
-        return self._backward(
-            self._reader.submit(seeds, own, self.fanouts, epoch, step).result(), seeds, epoch, step
-        )
+        pending = self._reader.submit(seeds, own, self.fanouts, epoch, step)
+        return self._backward(self._reader.receive(pending), seeds, epoch, step)
 
     def update(self) -> None:
         """Applies the gradients that `backward` left: to parameters, and to learnable rows.
@@ -253,7 +255,7 @@ class Trainer:
         for number, seeds in enumerate(batches):
             assert pending is not None, "there is a batch"
             with self._phase("sample"):
-                prepared = pending.result()
+                prepared = self._reader.receive(pending)
             if number + 1 < len(batches):
                 pending = self._prefetch(batches[number + 1], self.step_number + 1)
             loss = self._backward(prepared, seeds, self.epoch, self.step_number)
@@ -307,6 +309,9 @@ class Trainer:
             seeds: ids, the same on every rank.
             fanouts: as of training; None takes the trainer's. What is drawn does not depend on time.
 
+        Returns:
+            Logits in the host's memory.
+
         Raises:
             DataError: a seed is no node of the target.
             CommError: a rank died, or the timeout passed.
@@ -317,7 +322,8 @@ class Trainer:
         with evaluating(self.model):
             for chunk in seeds.split(self.batch_size):
                 own = self._choose_seeds(chunk)
-                prepared = self._reader.submit(chunk, own, fanouts, _EVALUATION_EPOCH, 0).result()
+                pending = self._reader.submit(chunk, own, fanouts, _EVALUATION_EPOCH, 0)
+                prepared = self._reader.receive(pending)
                 logits, learnable = self._forward(prepared, with_gradients=False)
                 self.store.release(prepared.features | learnable)
                 parts.append(self._gather_logits(chunk, logits))
@@ -449,7 +455,7 @@ class Trainer:
             inputs = {name: read[name].rows[: len(ids)] for name, ids in batch.inputs.items()}
             seed_rows = None
             if position is not None:
-                seed_rows = read[self.part.schema.target].rows[position]
+                seed_rows = read[self.part.schema.target].rows[position.to(self.device)]
         with self._phase("forward"):
             self._exchange.begin(epoch, step)
             logits = self.model(batch, inputs, seed_rows, self._exchange)
@@ -458,9 +464,9 @@ class Trainer:
 
     def _gather_logits(self, seeds: Tensor, own: Tensor) -> Tensor:
         if self.num_replicas == 1 or self.group is None:
-            return own
-        gathered = all_gather_v(self.group, own.contiguous())
-        logits = own.new_empty(len(seeds), own.shape[1])
+            return own.cpu()
+        gathered = all_gather_v(self.group, own.cpu().contiguous())
+        logits = gathered[0].new_empty(len(seeds), own.shape[1])
         owner = self.part.node_owner.get(self.part.schema.target)
         for replica in range(self.num_replicas):
             where = (

@@ -21,22 +21,28 @@ def gather(
     """x[index], into `out` where it is given.
 
     Args:
-        x: Rows [rows, dim], of any type.
+        x: Rows [rows, dim], of any type; with an index on a GPU they may lie in pinned host memory,
+            from which the GPU reads those that are named.
         index: Rows to take [n]; bounds are checked on the CPU only.
-        out: Where they go [n, dim]; of another type, they are converted.
+        out: Where they go [n, dim], beside the index; of another type, they are converted.
 
     Raises:
-        DataError: A shape does not fit or an index lies outside `x`.
+        DataError: A shape or a device does not fit, or an index lies outside `x`.
     """
     _check_index(index, len(x))
+    if x.device != index.device and not (index.device.type == "cuda" and x.is_pinned()):
+        raise DataError(
+            f"expected rows on {index.device}, where the index lies, got {x.device}; move them, or pin "
+            f"them by x.pin_memory() for a GPU to read"
+        )
     shape = (len(index), x.shape[1])
     if out is None:
-        out = torch.empty(shape, dtype=x.dtype, device=x.device)
+        out = torch.empty(shape, dtype=x.dtype, device=index.device)
     if tuple(out.shape) != shape:
         raise DataError(f"expected out {list(shape)}, got {list(out.shape)}")
     if out.numel():
         with torch.no_grad():
-            select("gather", x.device).gather(x, index, out)
+            select("gather", index.device).gather(x, index, out)
     return out
 
 

@@ -65,7 +65,7 @@ def gather(x: Tensor, index: Tensor, out: Tensor) -> None:
     """Write x[index[i]] to out[i]."""
     x = x.detach() if x.stride(1) == 1 else x.detach().contiguous()
     is_direct = out.dtype == x.dtype and out.stride(1) == 1
-    buffer = out if is_direct else torch.empty(out.shape, dtype=x.dtype, device=x.device)
+    buffer = out if is_direct else torch.empty(out.shape, dtype=x.dtype, device=out.device)
     grid, rows, cols = _blocks(len(index), x.shape[1])
     _gather[grid](
         x,

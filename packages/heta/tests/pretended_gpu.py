@@ -1,0 +1,107 @@
+"""A GPU where there is none: tensors that say that they lie there, and refuse to meet others.
+
+Values are computed on the CPU. What a real one would refuse is refused: an operator on tensors of
+both kinds, `numpy`, and reading rows of the host that are not pinned.
+"""
+
+from concurrent.futures import Future
+from contextlib import contextmanager
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map
+
+GPU = torch.device("cuda:0")
+# The host may index by its own tensors, and copies are there to cross over.
+_CROSSING = {"_to_copy", "copy_", "index", "index_put", "index_put_", "_index_put_impl_"}
+
+
+class OnGpu(torch.Tensor):
+    @staticmethod
+    def __new__(cls, inner):
+        own = torch.Tensor._make_wrapper_subclass(
+            cls, inner.shape, strides=inner.stride(), storage_offset=inner.storage_offset(),
+            dtype=inner.dtype,
+        )  # fmt: skip
+        own.inner = inner
+        return own
+
+    @property
+    def device(self):
+        return GPU
+
+    # torch itself takes both kinds for tensors of the CPU, of which these would give themselves.
+    def to(self, *args, **kwargs):
+        if args and str(args[0]) == "cpu":
+            return self.detach().inner.clone()
+        return super().to(*args, **kwargs)
+
+    def cpu(self):
+        return self.to("cpu")
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        return _run(function, args, kwargs or {})
+
+
+def _run(function, args, kwargs):
+    name = function.overloadpacket.__name__
+    tensors = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, torch.Tensor)]
+    is_there = [isinstance(x, OnGpu) for x in tensors]
+    if any(is_there) and name not in _CROSSING:
+        strangers = [x for x, there in zip(tensors, is_there, strict=True) if not there and x.ndim]
+        assert not strangers, f"{name}: tensors on the GPU met {[x.shape for x in strangers]}"
+    goes_there = any(is_there)
+    if kwargs.get("device") is not None:
+        goes_there = torch.device(kwargs["device"]).type == "cuda"
+        kwargs = {**kwargs, "device": "cpu"}
+    if name.endswith("_"):  # in place: the result lies where the first argument does
+        goes_there = isinstance(args[0], OnGpu)
+    args, kwargs = tree_map(lambda x: x.inner if isinstance(x, OnGpu) else x, (args, kwargs))
+    results = function(*args, **kwargs)
+
+    def wrap(x):
+        return OnGpu(x) if goes_there and isinstance(x, torch.Tensor) else x
+
+    if name.endswith("_") and goes_there:
+        return OnGpu(results)
+    return tree_map(wrap, results)
+
+
+class _SameThread:
+    """An executor without a thread, as the pretence holds in one thread only."""
+
+    def submit(self, function, *args):
+        future = Future()
+        future.set_result(function(*args))
+        return future
+
+    def shutdown(self):
+        pass
+
+
+class _Mode(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return _run(function, args, kwargs or {})
+
+
+@contextmanager
+def pretended_gpu(patch):
+    """Within the block, device "cuda:0" is there; kernels run in plain torch."""
+    pinned = set()
+
+    def pin(x):
+        rows = x.clone()
+        pinned.add(rows.data_ptr())
+        return rows
+
+    patch.setenv("MESHYARD_KERNELS", "reference")
+    patch.setattr(torch.cuda, "_lazy_init", lambda: None)
+    patch.setattr(torch.cuda, "Stream", lambda device: None)
+    patch.setattr(torch.cuda, "get_rng_state", lambda device: None)
+    patch.setattr(torch.cuda, "set_rng_state", lambda state, device: None)
+    patch.setattr(torch.Tensor, "pin_memory", pin)
+    patch.setattr(torch.Tensor, "is_pinned", lambda x: x.data_ptr() in pinned)
+    patch.setattr("heta.training.prefetch._make_thread", _SameThread)
+    with _Mode():
+        yield
