@@ -364,6 +364,7 @@ def write_report(
 
 def parts_of(device: str) -> dict[str, Callable[[], list[Any]]]:
     """Rows by what they are of, at sizes of a GPU or of the rehearsal."""
+    from gpu_cache import cache_rows
     from gpu_memo import memo_rows, memory_rows
 
     if device == "cpu":
@@ -379,6 +380,7 @@ def parts_of(device: str) -> dict[str, Callable[[], list[Any]]]:
             "hydraulis": partial(step_rows, device, 512, 2),
             "adam": partial(adam_rows, device, 1500, 2),
             "hetero": partial(hetero_rows, device, 20, 40, 2),
+            "cache": partial(cache_rows, device, 80, 0.001, 4, [2, 2], 2),
             "memo-memory": partial(memory_rows, device, 1 << 20, 64),
             "memo": partial(memo_rows, device, (64,), (64,)),
         }
@@ -395,6 +397,7 @@ def parts_of(device: str) -> dict[str, Callable[[], list[Any]]]:
         "hydraulis": partial(step_rows, device, 16_384, 10),
         "adam": partial(adam_rows, device, 100_000_000, 20),
         "hetero": partial(hetero_rows, device, 200_000, 20_000_000, 20),
+        "cache": partial(cache_rows, device, 4_000_000, 0.2, 2_048, [10, 10], 20),
         "memo-memory": partial(memory_rows, device, 1 << 30, 16_384),
         "memo": partial(memo_rows, device, (16_384, 32_768, 65_536, 131_072), (32_768, 65_536)),
         "memo-long": partial(memo_rows, device, (262_144, 524_288), ()),

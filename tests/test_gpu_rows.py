@@ -13,6 +13,7 @@ pytest.importorskip("transformers")
 
 import torch
 
+from gpu_cache import cache_rows
 from gpu_clock import Figure
 from gpu_llama import FULL, PEERS, Llama, agree, train_step
 from gpu_memo import memory_rows, step_rows
@@ -38,6 +39,16 @@ def test_rows_of_memo_are_rehearsed(llama):
     assert [row.package for row in rows] == ["memo"] * 3
     assert all(row.correct for row in rows)
     assert all(row.correct for row in memory_rows("cpu", 1 << 16, TOKENS))
+
+
+def test_rows_of_heta_are_rehearsed():
+    rows = cache_rows("cpu", 80, 0.001, 16, [3, 3], 3)
+    assert [row.name for row in rows][:2] == [
+        "gather of pinned rows",
+        "step with a cache by knapsack",
+    ]
+    assert {row.package for row in rows} == {"heta"}
+    assert all(row.correct for row in rows)
 
 
 def test_a_step_agrees_with_another_way_only_if_it_trains_the_same_within_the_limit(llama, full):

@@ -27,7 +27,7 @@ class OnGpu(torch.Tensor):
         return own
 
     @property
-    def device(self):
+    def device(self):  # pyrefly: ignore[bad-override]
         return GPU
 
     # torch itself takes both kinds for tensors of the CPU, of which these would give themselves.
@@ -40,8 +40,8 @@ class OnGpu(torch.Tensor):
         return self.to("cpu")
 
     @classmethod
-    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
-        return _run(function, args, kwargs or {})
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # pyrefly: ignore[bad-override]
+        return _run(func, args, kwargs or {})
 
 
 def _run(function, args, kwargs):
@@ -81,8 +81,8 @@ class _SameThread:
 
 
 class _Mode(TorchDispatchMode):
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        return _run(function, args, kwargs or {})
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return _run(func, args, kwargs or {})
 
 
 @contextmanager
