@@ -184,40 +184,59 @@ def test_simulate_predicts_published_counts(heta):
     assert "| 4 | raf" in heta("simulate", "mag240m", "--hosts", "4").out
 
 
-@pytest.mark.parametrize(
-    ("words", "status", "sentence"),
-    [
-        (["plan", "flihgts"], 1, "graph: expected flights[:TASK[:DAYS]]"),
-        (["plan", "no/graph.yaml"], 1, "no/graph.yaml: expected a graph's tables as YAML, there is"),
-        (["plan", "no.py:graph"], 1, "and there is no file no.py"),
-        (["plan", "no_such_module:graph"], 1, "and there is no module no_such_module"),
-        (["plan", "flights:late15", "--strategy", "rfa"], 2, "strategy: expected one of auto, raf"),
-        (["plan", "flights:late15", "--fanouts", "5"], 2, "fanouts: expected 2, one a layer, got 1"),
-        (["plan", "flights:late15", "--network-rate", "fast"], 2, "expected a rate"),
-        (["plan", "flights", "--rates", "no.json"], 1, "no.json: expected rates that `heta profile`"),
-        (["train", "no"], 1, "no: expected a folder that `heta partition` wrote, there is nothing"),
-        (["train", "no", "--model", "rgnc"], 1, "did you mean 'rgcn'?"),
-        (["train", "no", "--recipe", "no.yaml"], 1, "no.yaml: expected a recipe as YAML, there is"),
-        (["train", "no", "--ranks", "0"], 1, "ranks: expected 1 or more, got 0"),
-        (["train", "no", "--epochs", "0"], 1, "epochs: expected 1 or more, got 0"),
-        (["predict", "no", "--checkpoint", "no"], 1, "no: expected a folder that `heta partition`"),
-    ],
-)  # fmt: skip
-def test_a_mistake_is_one_sentence_before_torch_is_imported(words, status, sentence, tmp_path):
-    program = (
-        "import sys; from heta.cli import main\n"
-        "try:\n    status = main(sys.argv[1:])\n"
-        "except SystemExit as ending:\n    status = ending.code\n"
-        "assert 'torch' not in sys.modules; sys.exit(status)"
-    )
+MISTAKES = [
+    (["plan", "flihgts"], 1, "graph: expected flights[:TASK[:DAYS]]"),
+    (["plan", "no/graph.yaml"], 1, "no/graph.yaml: expected a graph's tables as YAML, there is"),
+    (["plan", "no.py:graph"], 1, "and there is no file no.py"),
+    (["plan", "no_such_module:graph"], 1, "and there is no module no_such_module"),
+    (["plan", "flights:late15", "--strategy", "rfa"], 2, "strategy: expected one of auto, raf"),
+    (["plan", "flights:late15", "--fanouts", "5"], 2, "fanouts: expected 2, one a layer, got 1"),
+    (["plan", "flights:late15", "--network-rate", "fast"], 2, "expected a rate"),
+    (["plan", "flights", "--rates", "no.json"], 1, "no.json: expected rates that `heta profile`"),
+    (["train", "no"], 1, "no: expected a folder that `heta partition` wrote, there is nothing"),
+    (["train", "no", "--model", "rgnc"], 1, "did you mean 'rgcn'?"),
+    (["train", "no", "--recipe", "no.yaml"], 1, "no.yaml: expected a recipe as YAML, there is"),
+    (["train", "no", "--ranks", "0"], 1, "ranks: expected 1 or more, got 0"),
+    (["train", "no", "--epochs", "0"], 1, "epochs: expected 1 or more, got 0"),
+    (["predict", "no", "--checkpoint", "no"], 1, "no: expected a folder that `heta partition`"),
+]  # fmt: skip
+PROGRAM = """
+import contextlib, io, json, sys
+from heta.cli import main
+
+results = []
+for words in json.loads(sys.argv[1]):
+    errors = io.StringIO()
+    with contextlib.redirect_stderr(errors):
+        try:
+            status = main(words)
+        except SystemExit as ending:
+            status = ending.code
+    results.append((status, errors.getvalue(), "torch" in sys.modules))
+print(json.dumps(results))
+"""
+
+
+@pytest.fixture(scope="module")
+def mistakes(tmp_path_factory):
+    """Exit status, errors and whether torch was imported, of each mistake in one fresh process."""
     done = subprocess.run(
-        [sys.executable, "-c", program, *words],
-        check=False, capture_output=True, text=True, cwd=tmp_path,
+        [sys.executable, "-c", PROGRAM, json.dumps([words for words, _, _ in MISTAKES])],
+        check=False, capture_output=True, text=True, cwd=tmp_path_factory.mktemp("mistakes"),
     )  # fmt: skip
-    assert done.returncode == status, done.stderr
-    assert done.stderr.startswith("heta: ")
-    assert sentence in done.stderr
-    assert done.stderr.count("\n") == 1
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("number", range(len(MISTAKES)), ids=lambda n: " ".join(MISTAKES[n][0]))
+def test_a_mistake_is_one_sentence_before_torch_is_imported(mistakes, number):
+    _, status, sentence = MISTAKES[number]
+    got_status, errors, has_torch = mistakes[number]
+    assert got_status == status, errors
+    assert not has_torch
+    assert errors.startswith("heta: ")
+    assert sentence in errors
+    assert errors.count("\n") == 1
 
 
 def test_the_recipe_and_options_make_one_configuration(heta, folder, tmp_path, monkeypatch):

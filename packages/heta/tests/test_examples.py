@@ -1,5 +1,6 @@
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -24,10 +25,21 @@ def run(words, folder):
     return done.stdout
 
 
+@pytest.mark.unchecked
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_example_runs(path, tmp_path):
+def test_example_runs(path, tmp_path, monkeypatch, capsys):
     words = ["--days", "8", "--epochs", "1"] if path.stem == "train_flights" else []
-    assert run([sys.executable, path, *words], tmp_path)
+    # In this process, which has imported torch and PyG already.
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [str(path), *words])
+    runpy.run_path(str(path), run_name="__main__")
+    assert capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_example_runs_in_a_process_of_its_own(path, tmp_path):
+    assert run([sys.executable, path], tmp_path)
 
 
 def read_losses(text):
