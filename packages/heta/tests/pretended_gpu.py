@@ -36,7 +36,7 @@ class OnGpu(torch.Tensor):
             return self.detach().inner.clone()
         return super().to(*args, **kwargs)
 
-    def cpu(self):
+    def cpu(self):  # pyrefly: ignore[bad-override]
         return self.to("cpu")
 
     @classmethod

@@ -1,7 +1,6 @@
 """Any number of parts and replicas against one process: losses, logits, gradients and updates."""
 
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -51,43 +50,64 @@ def hide(graph, relation):
     return HeteroGraph(graph.num_nodes, edges, graph.feat, target="paper", label=label)
 
 
-def compare(
-    open_pool, parts_of, graph, assignment, names, ranks=None, layers=2, fanouts=None, head_dim=None
-):
-    """Trains the cases on ranks and in one process, and compares."""
-    one_parts, several_parts, options = {}, {}, []
-    for name in names:
-        model, uses_dst, own = CASES[name]
-        if uses_dst not in one_parts:
-            shape = {"uses_dst": uses_dst, "layers": layers}
-            one_parts[uses_dst] = parts_of(graph, [graph.schema.roots], **shape)
-            several_parts[uses_dst] = parts_of(graph, assignment, head_dim=head_dim, **shape)
-        options.append({"model": model, "batches": BATCHES, "fanouts": fanouts, **own})
-    sides = [CASES[name][1] for name in names]
-    cases = [(several_parts[side], own) for side, own in zip(sides, options, strict=True)]
-    results = open_pool(ranks or len(assignment)).run(train_cases, cases).results
-    for i, (side, own) in enumerate(zip(sides, options, strict=True)):
-        wanted = [train(one_parts[side], **own)]
-        assert_same_training([result[i] for result in results], wanted, 2e-5)
+@pytest.fixture(scope="module")
+def train_alone(parts_of):
+    """train_alone(graph, name, layers, fanouts) -> a case trained in one process, once a graph."""
+    trained = {}
+
+    def run(graph, name, layers=2, fanouts=None):
+        key = graph.fingerprint(), name, layers, tuple(fanouts or ())
+        if key not in trained:
+            model, uses_dst, own = CASES[name]
+            folder = parts_of(graph, [graph.schema.roots], uses_dst=uses_dst, layers=layers)
+            trained[key] = train(folder, model, BATCHES, fanouts, **own)
+        return trained[key]
+
+    return run
 
 
-def test_two_parts_with_a_cut_relation_equal_one_process(open_pool, parts_of):
-    compare(open_pool, parts_of, scholars(), TWO, list(CASES))
+@pytest.fixture
+def compare(open_pool, parts_of, train_alone):
+    """compare(graph, assignment, names, ...) trains the cases on ranks, and as in one process."""
+
+    def run(
+        graph, assignment, names, ranks=None, layers=2, fanouts=None, owners=None, trainer=None,
+        **shape,
+    ):  # fmt: skip
+        folders = {
+            side: parts_of(graph, assignment, owners, uses_dst=side, layers=layers, **shape)
+            for side in {CASES[name][1] for name in names}
+        }
+        cases = []
+        for name in names:
+            model, uses_dst, own = CASES[name]
+            options = {"model": model, "batches": BATCHES, "fanouts": fanouts, **own}
+            options["trainer"] = own.get("trainer", {}) | (trainer or {})
+            cases.append((folders[uses_dst], options))
+        results = open_pool(ranks or len(assignment)).run(train_cases, cases).results
+        for name, result in zip(names, zip(*results, strict=True), strict=True):
+            assert_same_training(result, [train_alone(graph, name, layers, fanouts)], 2e-5)
+
+    return run
 
 
-def test_parts_draw_the_edges_of_one_process(open_pool, parts_of):
+def test_two_parts_with_a_cut_relation_equal_one_process(compare):
+    compare(scholars(), TWO, list(CASES))
+
+
+def test_parts_draw_the_edges_of_one_process(compare):
     names = ["rgcn", "rgcn-without", "hgt", "max"]
-    compare(open_pool, parts_of, scholars(), TWO, names, fanouts=[3, 2])
+    compare(scholars(), TWO, names, fanouts=[3, 2])
 
 
-def test_three_parts_with_labels_missing_and_a_relation_without_edges(open_pool, parts_of):
+def test_three_parts_with_labels_missing_and_a_relation_without_edges(compare):
     names = ["rgcn", "rgat-without", "hgt", "sage", "max"]
-    compare(open_pool, parts_of, hide(scholars(), CITES), THREE, names)
+    compare(hide(scholars(), CITES), THREE, names)
 
 
-def test_one_layer(open_pool, parts_of):
+def test_one_layer(compare):
     names = ["rgcn", "sage-without", "stack", "bghgnn", "half"]
-    compare(open_pool, parts_of, scholars(), TWO, names, layers=1)
+    compare(scholars(), TWO, names, layers=1)
 
 
 # Heads are linear, and relations are summed or averaged.
@@ -95,15 +115,15 @@ LINEAR = ["rgcn", "rgcn-without", "rgat-without", "sage", "half", "gat"]
 
 
 @pytest.mark.parametrize(("assignment", "ranks"), [(TWO, None), (THREE, None), (TWO, 4)])
-def test_merged_logits_equal_merged_rows(open_pool, parts_of, assignment, ranks):
+def test_merged_logits_equal_merged_rows(compare, assignment, ranks):
     names = LINEAR if ranks is None else ["rgcn", "gat"]
-    compare(open_pool, parts_of, scholars(), assignment, names, ranks=ranks, head_dim=3)
+    compare(scholars(), assignment, names, ranks=ranks, head_dim=3)
 
 
-def test_merged_logits_of_one_layer_and_of_a_part_without_roots(open_pool, parts_of):
+def test_merged_logits_of_one_layer_and_of_a_part_without_roots(compare):
     rest = [WRITES, CITES, CITED_BY, HAS]
-    compare(open_pool, parts_of, scholars(), TWO, LINEAR, layers=1, head_dim=3)
-    compare(open_pool, parts_of, scholars(), [rest, []], LINEAR, head_dim=3)
+    compare(scholars(), TWO, LINEAR, layers=1, head_dim=3)
+    compare(scholars(), [rest, []], LINEAR, head_dim=3)
 
 
 def sent_in_step(folder):
@@ -158,23 +178,23 @@ def test_a_part_of_several_gives_no_logits_without_an_exchange(parts_of):
 
 
 @pytest.mark.slow
-def test_three_layers(open_pool, parts_of):
+def test_three_layers(compare):
     names = ["rgcn", "rgcn-without", "hgt", "stack", "gat"]
-    compare(open_pool, parts_of, scholars(), TWO, names, layers=3)
+    compare(scholars(), TWO, names, layers=3)
 
 
 @pytest.mark.slow
-def test_four_parts_and_parts_with_replicas(open_pool, parts_of):
-    compare(open_pool, parts_of, scholars(), FOUR, list(CASES))
-    compare(open_pool, parts_of, scholars(), TWO, list(CASES), ranks=4)
+def test_four_parts_and_parts_with_replicas(compare):
+    compare(scholars(), FOUR, list(CASES))
+    compare(scholars(), TWO, list(CASES), ranks=4)
 
 
-def test_parts_with_replicas(open_pool, parts_of):
+def test_parts_with_replicas(compare):
     # A batch of one leaves the second replica nothing.
-    compare(open_pool, parts_of, scholars(), TWO, ["rgcn", "hgt"], ranks=4)
+    compare(scholars(), TWO, ["rgcn", "hgt"], ranks=4)
 
 
-def test_a_part_whose_roots_end_below_the_last_layer_and_one_without_roots(open_pool, parts_of):
+def test_a_part_whose_roots_end_below_the_last_layer_and_one_without_roots(compare):
     # Nothing comes from places in the second layer, if no relation goes into them.
     graph = scholars()
     named = ("place", "named", "paper")
@@ -184,47 +204,24 @@ def test_a_part_whose_roots_end_below_the_last_layer_and_one_without_roots(open_
     graph = HeteroGraph(graph.num_nodes, edges, graph.feat, target="paper", label=graph.label)
     rest = [WRITES, CITES, CITED_BY, HAS]
     names = ["rgcn", "rgcn-without", "hgt", "sage", "max", "stack", "bghgnn"]
-    compare(open_pool, parts_of, graph, [rest, [named]], names)
-    compare(open_pool, parts_of, scholars(), [rest, []], names)
+    compare(graph, [rest, [named]], names)
+    compare(scholars(), [rest, []], names)
 
 
-def compare_replicas(open_pool, folders, names, trainer):
-    """Trains the cases on two ranks that share a batch out, and compares with one process."""
-    options: list[dict[str, Any]] = [
-        {"model": CASES[n][0], "batches": BATCHES, **CASES[n][2]} for n in names
-    ]
-    cases = [
-        (folders[CASES[n][1]][1], {**own, "trainer": {**own.get("trainer", {}), **trainer}})
-        for n, own in zip(names, options, strict=True)
-    ]
-    results = open_pool(2).run(train_cases, cases).results
-    for i, (name, own) in enumerate(zip(names, options, strict=True)):
-        wanted = [train(folders[CASES[name][1]][0], **own)]
-        assert_same_training([result[i] for result in results], wanted, 2e-5)
-
-
-def test_replicas_of_one_part_equal_one_process(open_pool, parts_of):
+def test_replicas_of_one_part_equal_one_process(compare):
     graph = scholars()
-    whole = [graph.schema.roots]
-    folders = {
-        u: (
-            parts_of(graph, whole, uses_dst=u),
-            parts_of(graph, whole, uses_dst=u, strategy="replicate", hosts=2),
-        )
-        for u in (True, False)
-    }
-    compare_replicas(open_pool, folders, ["rgcn", "sage-without", "hgt"], {})
+    names = ["rgcn", "sage-without", "hgt"]
+    compare(graph, [graph.schema.roots], names, ranks=2, strategy="replicate", hosts=2)
 
 
 @pytest.mark.parametrize("cached", [None, Cache(200), Cache("1GiB")])
-def test_edge_cut_equals_one_process(open_pool, parts_of, cached):
+def test_edge_cut_equals_one_process(compare, cached):
     graph = scholars()
-    whole = [graph.schema.roots]
     owners = {name: torch.arange(n) * 7 % 3 % 2 for name, n in graph.num_nodes.items()}
-    folders = {
-        True: (parts_of(graph, whole), parts_of(graph, whole, owners, strategy="edge-cut", hosts=2))
-    }
-    compare_replicas(open_pool, folders, ["rgcn", "hgt"], {"cache": cached})
+    compare(
+        graph, [graph.schema.roots], ["rgcn", "hgt"], ranks=2, owners=owners,
+        trainer={"cache": cached}, strategy="edge-cut", hosts=2,
+    )  # fmt: skip
 
 
 def test_seeds_without_edges_have_rows_of_zeros(open_pool, parts_of):

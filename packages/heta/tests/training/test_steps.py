@@ -5,6 +5,7 @@ import torch
 from graphs import CITED_BY, CITES, HAS, WRITES, scholars
 from running import HIDDEN, MODELS
 from torch import nn
+from torch.distributed.checkpoint import FileSystemReader
 
 from heta.graph.part import load
 from heta.nn import RGCN, HeteroModel
@@ -72,6 +73,41 @@ def test_a_checkpoint_of_before_any_step_brings_back_a_fresh_optimizer(parts_of,
         trainer.update()
     assert [trainer.step(batch) for batch in trainer.batches()[:3]] == first
     assert [again.step(batch) for batch in again.batches()[:3]] == first
+
+
+class RecordingReader(FileSystemReader):
+    """Notes what is read."""
+
+    def __init__(self, path):
+        super().__init__(path)
+        self.keys = set()
+
+    def read_data(self, plan, planner):
+        self.keys |= {item.storage_index.fqn for item in plan.items}
+        return super().read_data(plan, planner)
+
+
+def save_and_load(folder, path):
+    trainer = make(folder)
+    trainer.step(range(8))
+    trainer.save(path)
+    reader = RecordingReader(path)
+    trainer.load(path, reader=reader)
+    owned = {name for name, table in trainer.store.tables.items() if len(table.rows)}
+    trainer.close()
+    return owned & set(trainer.store.learnable), reader.keys
+
+
+def test_a_rank_reads_its_own_rows_of_a_checkpoint(open_pool, parts_of, tmp_path):
+    folder = parts_of(scholars(), TWO)
+    results = open_pool(2).run(save_and_load, folder, tmp_path / "state").results
+    for rank, (owned, keys) in enumerate(results):
+        rows = [key.split(".") for key in keys if key.startswith("rows.")]
+        data = {(name, int(owner)) for _, name, owner, what in rows if what != "ids"}
+        assert data == {(name, rank) for name in owned}
+        kinds = {"ids", "weight", "exp_avg", "exp_avg_sq", "steps"} if owned else set()
+        assert {what for *_, what in rows} == kinds
+    assert results[0][0] != results[1][0]
 
 
 def _mean(part):

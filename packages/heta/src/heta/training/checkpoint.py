@@ -125,9 +125,9 @@ def load_checkpoint(
     for key, entry in metadata.state_dict_metadata.items():
         if key.startswith("optimizer.") and key[10:].rpartition(".")[0] in names:
             state[key] = _empty(entry)
-        if key.startswith("rows.") or key == "about":
-            state[key] = _empty(entry)
-    if "about" not in state:
+    if "about" in metadata.state_dict_metadata:
+        state["about"] = _empty(metadata.state_dict_metadata["about"])
+    else:
         raise DataError(f"{path}: expected a checkpoint of heta's Trainer, got another one")
     dcp.load(state, storage_reader=reader, no_dist=group is None)
     about = json.loads(bytes(state.pop("about").tolist()))
@@ -147,7 +147,7 @@ def load_checkpoint(
             f"was saved"
         )
     rank = 0 if group is None else group.rank
-    rows = _pick_rows(state, tables, rank, path)
+    rows = _pick_rows(reader, metadata, tables, rank, path)
     with torch.no_grad():
         for name, tensor in own.items():
             tensor.copy_(state[f"model.{name}"])
@@ -230,9 +230,12 @@ def _owned_ids(table: Table, rank: int, count: int) -> Tensor:
 
 
 def _pick_rows(
-    state: dict[str, Any], tables: dict[str, Table], rank: int, path: Any
+    reader: StorageReader, metadata: Metadata, tables: dict[str, Table], rank: int, path: Any
 ) -> list[tuple[Table, dict[str, Tensor]]]:
-    """This rank's rows of each learnable type, and their optimizer state, from all owners' shares."""
+    """This rank's rows of each learnable type, and their optimizer state, from the owners' shares.
+
+    One share is in memory at a time, and those without rows of this rank are not read.
+    """
     chosen = []
     for name, table in tables.items():
         if not table.is_learnable or not len(table.rows):
@@ -240,28 +243,27 @@ def _pick_rows(
         ids = _owned_ids(table, rank, len(table.rows))
         shares = [
             key.removesuffix(".ids")
-            for key in state
+            for key in metadata.state_dict_metadata
             if re.fullmatch(rf"rows\.{re.escape(name)}\.\d+\.ids", key)
         ]
-        wanted = ["weight", *table.state]
-        values = {
-            key: torch.empty_like(table.rows if key == "weight" else table.state[key])
-            for key in wanted
-        }
+        own = {"weight": table.rows, **table.state}
+        values = {key: torch.empty_like(tensor) for key, tensor in own.items()}
         position = torch.full((table.num_nodes,), -1, dtype=torch.int64)
         position[ids] = torch.arange(len(ids))
         num_read = 0
         for share in shares:
-            where = position[state[f"{share}.ids"]]
+            where = position[_read(reader, metadata, f"{share}.ids")]
             is_own = where >= 0
+            if not is_own.any():
+                continue
             num_read += int(is_own.sum())
-            for key in wanted:
-                if f"{share}.{key}" not in state:
+            for key, into in values.items():
+                if f"{share}.{key}" not in metadata.state_dict_metadata:
                     raise DataError(
                         f"{path}: rows of {name!r}: expected the optimizer's {key!r}, it was not saved; "
                         f"use the optimizer of rows that was saved"
                     )
-                values[key][where[is_own]] = state[f"{share}.{key}"][is_own]
+                into[where[is_own]] = _read(reader, metadata, f"{share}.{key}")[is_own]
         if num_read != len(ids):
             raise DataError(
                 f"{path}: rows of {name!r}: expected {len(ids)} of this rank, got {num_read}; the "
@@ -269,3 +271,10 @@ def _pick_rows(
             )
         chosen.append((table, values))
     return chosen
+
+
+def _read(reader: StorageReader, metadata: Metadata, key: str) -> Tensor:
+    """One tensor, read by this rank alone."""
+    state: dict[str, Any] = {key: _empty(metadata.state_dict_metadata[key])}
+    dcp.load(state, storage_reader=reader, no_dist=True)
+    return state[key]
