@@ -19,6 +19,7 @@ pytestmark = pytest.mark.unchecked
 
 TWO = [[WRITES, (CITES, 0, 2)], [CITED_BY, HAS, (CITES, 1, 2)]]
 THREE = [[WRITES, (HAS, 1, 3)], [CITES, (HAS, 0, 3)], [CITED_BY, (HAS, 2, 3)]]
+REST = [[WRITES, CITES, CITED_BY, HAS], []]  # the second part computes nothing
 FOUR = [[WRITES], [CITES], [CITED_BY, (HAS, 1, 2)], [(HAS, 0, 2)]]
 # Repeated seeds, one alone, a short last batch, and the papers without any edge.
 BATCHES = [[5, 9, 5, 21], [30], [57, 58, 59, *range(4, 40, 3)]]
@@ -114,16 +115,26 @@ def test_one_layer(compare):
 LINEAR = ["rgcn", "rgcn-without", "rgat-without", "sage", "half", "gat"]
 
 
-@pytest.mark.parametrize(("assignment", "ranks"), [(TWO, None), (THREE, None), (TWO, 4)])
-def test_merged_logits_equal_merged_rows(compare, assignment, ranks):
-    names = LINEAR if ranks is None else ["rgcn", "gat"]
+@pytest.mark.parametrize(
+    ("assignment", "ranks", "names"),
+    [
+        (TWO, None, LINEAR),
+        (THREE, None, ["rgcn-without", "half", "gat"]),
+        (TWO, 4, ["rgcn", "gat"]),
+        (REST, None, ["rgcn", "rgat-without", "gat"]),
+        pytest.param(THREE, None, LINEAR, marks=pytest.mark.slow),
+        pytest.param(REST, None, LINEAR, marks=pytest.mark.slow),
+    ],
+)
+def test_merged_logits_equal_merged_rows(compare, assignment, ranks, names):
     compare(scholars(), assignment, names, ranks=ranks, head_dim=3)
 
 
-def test_merged_logits_of_one_layer_and_of_a_part_without_roots(compare):
-    rest = [WRITES, CITES, CITED_BY, HAS]
-    compare(scholars(), TWO, LINEAR, layers=1, head_dim=3)
-    compare(scholars(), [rest, []], LINEAR, head_dim=3)
+@pytest.mark.parametrize(
+    "names", [["rgcn-without", "half", "gat"], pytest.param(LINEAR, marks=pytest.mark.slow)]
+)
+def test_merged_logits_of_one_layer(compare, names):
+    compare(scholars(), TWO, names, layers=1, head_dim=3)
 
 
 def sent_in_step(folder):
@@ -194,7 +205,14 @@ def test_parts_with_replicas(compare):
     compare(scholars(), TWO, ["rgcn", "hgt"], ranks=4)
 
 
-def test_a_part_whose_roots_end_below_the_last_layer_and_one_without_roots(compare):
+# Each merge, with and without rows of destinations.
+MERGED = ["rgcn", "rgcn-without", "hgt", "max", "stack"]
+
+
+@pytest.mark.parametrize(
+    "names", [MERGED, pytest.param(list(CASES), marks=pytest.mark.slow)], ids=["merges", "all"]
+)
+def test_a_part_whose_roots_end_below_the_last_layer(compare, names):
     # Nothing comes from places in the second layer, if no relation goes into them.
     graph = scholars()
     named = ("place", "named", "paper")
@@ -202,10 +220,14 @@ def test_a_part_whose_roots_end_below_the_last_layer_and_one_without_roots(compa
     edges[named] = (torch.tensor([0, 3, 1]), torch.tensor([5, 9, 5]))
     assert PAID in edges
     graph = HeteroGraph(graph.num_nodes, edges, graph.feat, target="paper", label=graph.label)
-    rest = [WRITES, CITES, CITED_BY, HAS]
-    names = ["rgcn", "rgcn-without", "hgt", "sage", "max", "stack", "bghgnn"]
-    compare(graph, [rest, [named]], names)
-    compare(scholars(), [rest, []], names)
+    compare(graph, [REST[0], [named]], names)
+
+
+@pytest.mark.parametrize(
+    "names", [MERGED, pytest.param(list(CASES), marks=pytest.mark.slow)], ids=["merges", "all"]
+)
+def test_a_part_without_roots(compare, names):
+    compare(scholars(), REST, names)
 
 
 def test_replicas_of_one_part_equal_one_process(compare):
