@@ -122,6 +122,19 @@ def test_predictions_have_probabilities_by_id(heta, folder, tmp_path):
     assert some["p_1"][0] == pytest.approx(table["p_1"][7], abs=1e-6)
 
 
+def test_a_run_of_a_gpu_predicts_where_there_is_none(heta, folder, tmp_path):
+    run = tmp_path / "run"
+    told = heta("train", folder, "--device", "tpu", "--checkpoint", run, status=1).err
+    assert "device: expected cpu, cuda or cuda:N, got 'tpu'" in told
+    heta("train", folder, "--epochs", "1", "--checkpoint", run)
+    heta("predict", folder, "--checkpoint", run, "--out", tmp_path / "cpu.csv")
+    about = json.loads((run / "run.json").read_text())
+    about["config"] |= {"device": "cuda", "cache": "1MB"}
+    (run / "run.json").write_text(json.dumps(about))
+    heta("predict", folder, "--checkpoint", run, "--out", tmp_path / "gpu.csv")
+    assert (tmp_path / "gpu.csv").read_text() == (tmp_path / "cpu.csv").read_text()
+
+
 def test_ids_and_classes_of_tables_come_back(heta, tmp_path):
     (tmp_path / "papers.csv").write_text(
         "doi,venue,split\na,kdd,train\nb,vldb,train\nc,kdd,train\nd,,\n"

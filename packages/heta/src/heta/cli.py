@@ -159,15 +159,19 @@ class Train(_OnParts, CheckpointOption):
     """In-edges drawn of a node and relation; by default the plan's."""
     wire: WireFormat | None = None
     """Form in which merged rows travel; by default float32."""
+    device: str | None = None
+    """Where the model lies: cpu, cuda (each rank's GPU) or cuda:N; by default cpu."""
     cache: str | None = None
-    """Memory for other hosts' rows, as 256MB, with an edge-cut; by default none."""
+    """Memory as 256MB: with an edge-cut for other hosts' features, else on the GPU for rows of the
+    host; by default none."""
     seed: int | None = None
     """Seed of initial values, of the order of nodes and of all draws; by default 0."""
 
     def execute(self) -> None:
         """Trains, with a line an epoch on stderr, and prints a table."""
         names = (
-            "model", "epochs", "lr", "row_lr", "row_rule", "batch_size", "wire", "cache", "seed",
+            "model", "epochs", "lr", "row_lr", "row_rule", "batch_size", "wire", "device", "cache",
+            "seed",
         )  # fmt: skip
         settings = {n: value for n in names if (value := getattr(self, n)) is not None}
         settings |= {"fanouts": self.fanouts} if self.fanouts else {}

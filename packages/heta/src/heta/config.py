@@ -64,7 +64,9 @@ class TrainConfig:
         fanouts: in-edges drawn of a node and relation, the hop next to the seeds first, -1 for all;
             None: the plan's.
         wire: form in which merged rows travel.
-        cache: memory for other hosts' rows, as "256MB"; with "edge-cut" only; None: no cache.
+        device: where the model lies: "cpu", "cuda" (each rank's GPU) or "cuda:N".
+        cache: memory as "256MB": with "edge-cut" for other hosts' features, else on the GPU for rows of
+            the host; None: no cache.
         seed: of initial values, the order of seeds and all draws.
 
     Raises:
@@ -79,6 +81,7 @@ class TrainConfig:
     batch_size: int | None = None
     fanouts: tuple[int, ...] | None = None
     wire: WireFormat = "float32"
+    device: str = "cpu"
     cache: str | None = None
     seed: int = 0
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -114,7 +114,8 @@ def predict_logits(
         ConfigError: settings do not fit the parts.
         DataError: there are no parts, no checkpoint, or it is of another graph.
     """
-    config, _ = read_run(checkpoint)
+    # Where a run trained, and what it cached, changes no prediction, and this machine may have neither.
+    config = replace(read_run(checkpoint)[0], device="cpu", cache=None)
     args = (folder, config, checkpoint, nodes)
     return run_in_ranks(num_ranks, _predict_in_rank, *args)
 

@@ -24,7 +24,7 @@ from heta.training.trainer import Trainer
 from shared.errors import ConfigError, DataError
 from shared.files import read_json, write_atomically
 from shared.kernels.philox import stream_key
-from shared.training import show_resumed
+from shared.training import check_device, show_resumed
 from shared.training.progress import hidden_progress, is_progress_hidden
 
 __all__ = ["STATE", "Epoch", "make_trainer", "read_run", "train"]
@@ -67,10 +67,10 @@ def train(
 
 
 def _check_same(checkpoint: Path, config: TrainConfig) -> None:
-    """Refuses other settings than those of the run, but for the number of epochs."""
+    """Refuses other settings than those of the run, but for the number of epochs and the device."""
     before, wanted = asdict(read_run(checkpoint)[0]), asdict(config)
     for name, value in wanted.items():
-        if name != "epochs" and value != before[name]:
+        if name not in ("epochs", "device") and value != before[name]:
             raise ConfigError(
                 f"{name}: expected {before[name]!r}, with which {checkpoint} was begun, got {value!r}; "
                 "use that, or another folder as --checkpoint"
@@ -99,11 +99,12 @@ def make_trainer(part: Part, config: TrainConfig) -> Trainer:
         ConfigError: settings do not fit the part.
         DataError: the graph has no labels, or ranks hold parts of different plans.
     """
+    check_device("device", config.device)
     torch.manual_seed(config.seed)
     rules = {"adam": RowAdam, "adagrad": RowAdagrad}
     trainer = Trainer(
         part,
-        build_model(config.model, part),
+        build_model(config.model, part).to(config.device),
         config.fanouts,
         config.batch_size,
         optimizer=lambda parameters: torch.optim.Adam(parameters, config.lr),
