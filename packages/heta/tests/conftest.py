@@ -34,6 +34,12 @@ def open_pool():
 
 
 @pytest.fixture(scope="session")
+def template(open_pool):
+    """Imports once what all ranks need, those that commands start included."""
+    open_pool(2)
+
+
+@pytest.fixture(scope="session")
 def parts_of(tmp_path_factory):
     """parts_of(graph, assignment, ...) -> the folder of these parts."""
 

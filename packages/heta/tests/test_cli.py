@@ -11,6 +11,7 @@ import torch
 
 from heta import cli, profiler
 from heta.config import TrainConfig
+from heta.data.references import load_reference
 from heta.graph.schema import Schema
 from heta.partitioning.plan import Plan
 from heta.partitioning.workload import StepRates
@@ -21,8 +22,10 @@ SMALL = ("--hidden", "8", "--batch-size", "16", "--fanouts", "4", "4")
 
 
 @pytest.fixture
-def heta(capsys):
+def heta(capsys, monkeypatch):
     """heta(words, status=0) -> what the command prints on stdout and stderr."""
+    # Folders of users' files, which a command adds, would keep pools from sharing a template.
+    monkeypatch.setattr(sys, "path", [*sys.path])
 
     def run(*words, status=0):
         try:
@@ -172,6 +175,7 @@ def test_a_model_of_ones_own_is_named_by_its_function(heta, folder, tmp_path):
 
 
 @pytest.mark.unchecked
+@pytest.mark.usefixtures("template")
 def test_ranks_started_here_train_as_one_process(heta, folder, tmp_path):
     parts = tmp_path / "two"
     heta("partition", GRAPH, *SMALL, "--strategy", "raf", "--out", parts)
@@ -259,3 +263,10 @@ def test_the_recipe_and_options_make_one_configuration(heta, folder, tmp_path, m
     recipe.write_text("epochs: 7\nlr: 1e-3\nfanouts: [2, 2]\n")
     heta("train", folder, "--recipe", recipe, "--lr", "0.5")
     assert seen[0][1] == TrainConfig(epochs=7, lr=0.5, fanouts=(2, 2))
+
+
+def test_a_users_folder_is_searched_once(monkeypatch):
+    monkeypatch.setattr(sys, "path", [])
+    for _ in range(2):
+        load_reference(GRAPH, "graph")
+    assert sys.path == [str(Path(__file__).parent)]

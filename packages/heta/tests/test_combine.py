@@ -149,8 +149,9 @@ def test_softmax_of_extreme_logits_is_finite():
 
 def test_softmax_has_the_gradients_of_one_over_all_edges():
     merge = Softmax()
-    logits, values, row = (t.requires_grad_(t.is_floating_point()) for t in edges())
-    sides = [torch.arange(23) % 3 == i for i in range(3)]
+    inputs = edges(num_edges=11, dim=2)  # gradcheck goes through every entry
+    logits, values, row = (t.requires_grad_(t.is_floating_point()) for t in inputs)
+    sides = [torch.arange(11) % 3 == i for i in range(3)]
 
     def local(logits, values):
         return merge.finalize(
@@ -158,7 +159,7 @@ def test_softmax_has_the_gradients_of_one_over_all_edges():
         )
 
     assert torch.autograd.gradcheck(local, (logits, values))
-    weights = torch.randn(ROWS, 2, 4, dtype=torch.float64)
+    weights = torch.randn(ROWS, 2, 2, dtype=torch.float64)
     wanted = torch.autograd.grad(
         (plain_softmax(logits, values, row) * weights).square().sum(), (logits, values)
     )

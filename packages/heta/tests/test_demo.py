@@ -24,6 +24,7 @@ def test_the_demo_reports_acceptable_claims_and_a_picture(tmp_path):
 
 
 @pytest.mark.unchecked
+@pytest.mark.usefixtures("template")
 def test_strategies_train_alike_and_send_what_is_predicted(tmp_path, monkeypatch):
     monkeypatch.setattr(demo, "SHORT", TINY)
     monkeypatch.setattr(demo.netlab, "available", lambda: "not in this test")

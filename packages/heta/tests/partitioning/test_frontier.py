@@ -113,6 +113,7 @@ def _skewed_graph():
     return HeteroGraph(nodes, edges, target="t")
 
 
+@pytest.mark.unchecked
 @pytest.mark.parametrize("uses_dst", [False, True])
 @pytest.mark.parametrize("names", [{"cites", "rev_cites"}, {"writes"}, {"of", "writes"}])
 def test_a_graph_predicts_the_rows_of_its_roots(uses_dst, names):
@@ -128,6 +129,7 @@ def test_a_graph_predicts_the_rows_of_its_roots(uses_dst, names):
     assert whole.expect_rows(fractions)[-1, 0] == pytest.approx(list(rows.values()), rel=0.12)
 
 
+@pytest.mark.unchecked
 @pytest.mark.parametrize("uses_dst", [False, True])
 @pytest.mark.parametrize("fanouts", [[2], [3, 2], [-1, -1], [3, 2, 2]])
 def test_a_small_graph_with_a_split(uses_dst, fanouts):

@@ -80,6 +80,8 @@ def _import_file(path: Path) -> Any:
     module = importlib.util.module_from_spec(spec)
     # So that the file's own imports work, and pickles of what it defines.
     sys.modules[spec.name] = module
-    sys.path.append(str(path.parent.absolute()))
+    folder = str(path.parent.absolute())
+    if folder not in sys.path:
+        sys.path.append(folder)
     spec.loader.exec_module(module)
     return module
