@@ -44,7 +44,7 @@ PEERS = [
     {
         "peer": "our edge-cut",
         "setting": "METIS over all nodes, edges on every host, one coalesced exchange for all types, the "
-        "next batch sampled behind the step, a cache as large as raf's larger part",
+        "next batch sampled and its features read behind the step, a cache as large as raf's larger part",
         "why": "the same kernels: only what travels differs",
     },
     {
