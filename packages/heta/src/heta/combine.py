@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
+from torch.nn.functional import pad
 
-from shared.errors import ConfigError, DataError
+from shared.errors import ConfigError
 from shared.kernels.edge_softmax import SoftmaxState, softmax_state
 from shared.registry import Registry
 
@@ -90,9 +91,7 @@ class Sum(Merge):
         num_slots: int = 1,
     ) -> Float[Tensor, "num_rows dim"]:
         """Places the output rows; the others are 0."""
-        if len(row) == num_rows == len(output):
-            return output  # rows are distinct and in order, so these are all of them
-        return output.new_zeros(num_rows, *output.shape[1:]).index_copy(0, row, output)
+        return _place(output, row, num_rows, 0.0)
 
     def merge(self, first: Tensor, second: Tensor) -> Tensor:
         """Adds two states."""
@@ -142,8 +141,8 @@ class Stack(Sum):
         num_slots: int = 1,
     ) -> Float[Tensor, "num_rows slots dim"]:
         """Places the output rows into the relation's slot; all else is 0."""
-        state = output.new_zeros(num_rows, num_slots, output.shape[1])
-        return state.index_put((row, torch.full_like(row, slot)), output)
+        rows = _place(output, row, num_rows, 0.0)[:, None]
+        return pad(rows, (0, 0, slot, num_slots - slot - 1))
 
     def finalize(self, state: Tensor, num_slots: int = 1) -> Tensor:
         """Applies the function, or concatenates."""
@@ -175,11 +174,10 @@ class Max(Merge):
         num_slots: int = 1,
     ) -> MaxState:
         """Places the output rows; the others are minus infinity."""
-        shape = (num_rows, *output.shape[1:])
-        values = output.new_full(shape, -torch.inf).index_copy(0, row, output)
-        slots = torch.full(shape, _NO_SLOT, dtype=torch.int16, device=output.device)
-        slots[row] = slot
-        return MaxState(values, slots)
+        slots = torch.full_like(output, slot, dtype=torch.int16)
+        return MaxState(
+            _place(output, row, num_rows, -torch.inf), _place(slots, row, num_rows, _NO_SLOT)
+        )
 
     def merge(self, first: MaxState, second: MaxState) -> MaxState:
         """Keeps the larger of each pair of values."""
@@ -250,6 +248,13 @@ class Softmax(Merge):
         )
 
 
+def _place(output: Tensor, row: Tensor, num_rows: int, identity: float) -> Tensor:
+    """Puts the output rows at their destinations, and the merge's identity everywhere else."""
+    if len(row) == num_rows:
+        return output  # rows are distinct and in order, so these are all of them
+    return output.new_full((num_rows, *output.shape[1:]), identity).index_copy(0, row, output)
+
+
 def _rescale(own: Tensor, maximum: Tensor) -> Tensor:
     """The factor e^(own - maximum); 0 where a side has no edges, whose maximum is minus infinity."""
     return torch.where(torch.isinf(own), 0.0, (own - maximum).exp()).detach()
@@ -291,47 +296,3 @@ def choose_merge(combine: object) -> Merge:
             f"pass heta.combine.Stack(function), which shows it all relations at once"
         )
     return MERGES.get(combine)()
-
-
-def check_outputs(
-    outputs: Any, merge: Merge, relation: str, num_edges: int, num_rows: int, width: int
-) -> None:
-    """Refuses what a relation's module returned if the merge cannot take it.
-
-    Raises:
-        DataError: it is no tensor of a row of `width` for each destination, or no pair of logits and
-            values for each edge, whose heads together have this width.
-    """
-    if not merge.takes_edges:
-        if not isinstance(outputs, Tensor) or outputs.shape != (num_rows, width):
-            raise DataError(
-                f"expected the module of {relation} to return a tensor [{num_rows}, {width}], a row of "
-                f"out_dim {width} for each destination, got {_describe(outputs)}; return the rows alone, "
-                f"and of several heads as wide together"
-            )
-        return
-    if not _is_pair_by_edge(outputs, num_edges, width):
-        raise DataError(
-            f"expected the module of {relation} to return (logits [{num_edges}, heads], values "
-            f"[{num_edges}, heads, {width} / heads]) for the edges, since combine='softmax' takes one "
-            f"softmax over all relations, got {_describe(outputs)}"
-        )
-
-
-def _is_pair_by_edge(outputs: Any, num_edges: int, width: int) -> bool:
-    if not isinstance(outputs, tuple) or len(outputs) != 2:
-        return False
-    if not all(isinstance(output, Tensor) for output in outputs):
-        return False
-    logits, values = outputs
-    if values.ndim != 3 or logits.shape != values.shape[:2] or len(values) != num_edges:
-        return False
-    return values.shape[1] * values.shape[2] == width
-
-
-def _describe(outputs: Any) -> str:
-    if isinstance(outputs, Tensor):
-        return f"a tensor {list(outputs.shape)}"
-    if isinstance(outputs, tuple):
-        return f"({', '.join(_describe(output) for output in outputs)})"
-    return repr(type(outputs).__name__)
