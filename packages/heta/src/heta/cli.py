@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -169,13 +169,9 @@ class Train(_OnParts, CheckpointOption):
 
     def execute(self) -> None:
         """Trains, with a line an epoch on stderr, and prints a table."""
-        names = (
-            "model", "epochs", "lr", "row_lr", "row_rule", "batch_size", "wire", "device", "cache",
-            "seed",
-        )  # fmt: skip
-        settings = {n: value for n in names if (value := getattr(self, n)) is not None}
-        settings |= {"fanouts": self.fanouts} if self.fanouts else {}
-        config = read_recipe(self.recipe, settings)
+        settings = {each.name: getattr(self, each.name) for each in fields(TrainConfig)}
+        given = {name: value for name, value in settings.items() if value not in (None, ())}
+        config = read_recipe(self.recipe, given)
         num_ranks = self.count_ranks()
         from heta.training.jobs.reports import draw_epochs
         from heta.training.jobs.training_run import train

@@ -20,6 +20,7 @@ __all__ = [
     "read_features",
     "read_labels",
     "read_mask",
+    "select_seeds",
 ]
 
 # What PyG and DGL call the masks, and their splits.
@@ -212,3 +213,19 @@ def _to_tensor(label: str, values: Any) -> Tensor:
     if tensor.layout != torch.strided or tensor.is_quantized:
         raise DataError(f"{label}: expected a dense tensor, got {tensor.layout}; call to_dense()")
     return tensor.cpu()
+
+
+def select_seeds(
+    split: str, label: Tensor | None, masks: Mapping[str, Tensor]
+) -> Int64[Tensor, " seeds"]:
+    """Selects the nodes of a split that have a label, in order of id.
+
+    Raises:
+        DataError: there are no labels, or no such split.
+    """
+    if label is None or split not in masks:
+        raise DataError(
+            f"split {split!r}: expected labels and a mask of this name, got "
+            f"{'no labels' if label is None else f'masks {list(masks)}'}"
+        )
+    return (masks[split] & (label >= 0)).nonzero()[:, 0]

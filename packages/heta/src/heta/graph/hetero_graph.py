@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Int64
 from torch import Tensor
 
-from heta.graph.checks import read_edges, read_features, read_labels, read_mask
+from heta.graph.checks import read_edges, read_features, read_labels, read_mask, select_seeds
 from heta.graph.schema import Relation, Schema, name_relation
 from shared.errors import DataError
 from shared.kernels.segment import CSR
@@ -140,12 +140,7 @@ class HeteroGraph:
         Raises:
             DataError: there are no labels, or no such split.
         """
-        if self.label is None or split not in self.masks:
-            raise DataError(
-                f"split {split!r}: expected labels and a mask of this name, got "
-                f"{'no labels' if self.label is None else f'masks {list(self.masks)}'}"
-            )
-        return (self.masks[split] & (self.label >= 0)).nonzero()[:, 0]
+        return select_seeds(split, self.label, self.masks)
 
     def csr(self, relation: Relation) -> CSR:
         """Returns a relation's sources by destination, each row in order of source; made once.

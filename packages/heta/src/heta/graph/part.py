@@ -10,6 +10,7 @@ from typing import Any
 from jaxtyping import Int64
 from torch import Tensor
 
+from heta.graph.checks import select_seeds
 from heta.graph.part_files import read_part
 from heta.graph.sampler import Batch, check_fanouts, read_seeds, sample_batch
 from heta.graph.schema import Relation, Schema, name_relation
@@ -95,12 +96,7 @@ class Part:
         Raises:
             DataError: there are no labels, or no such split.
         """
-        if self.label is None or split not in self.masks:
-            raise DataError(
-                f"split {split!r}: expected labels and a mask of this name, got "
-                f"{'no labels' if self.label is None else f'masks {list(self.masks)}'}"
-            )
-        return (self.masks[split] & (self.label >= 0)).nonzero()[:, 0]
+        return select_seeds(split, self.label, self.masks)
 
     def sample(
         self,

@@ -16,8 +16,7 @@ from jaxtyping import Int64
 from torch import Tensor
 
 from heta.graph.edges import RelationEdges
-from heta.graph.layers import list_active_relations
-from heta.graph.schema import Relation, Schema
+from heta.graph.schema import Relation, Schema, list_active_relations
 from shared.errors import ConfigError, DataError
 from shared.kernels.neighbors import relabel, sample
 from shared.kernels.philox import stream_key

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shared.errors import DataError
+from shared.errors import ConfigError, DataError
 
-__all__ = ["Relation", "Schema", "name_relation"]
+__all__ = ["Relation", "Schema", "list_active_relations", "name_relation"]
 
 Relation = tuple[str, str, str]
 
@@ -164,6 +164,40 @@ class Schema:
             twice = next(relation for relation in relations if relations.count(relation) > 1)
             raise DataError(f"schema: expected each relation once, got {twice!r} twice")
         return cls(nodes, counts, dims, target)
+
+
+def list_active_relations(
+    schema: Schema, layers: int, uses_dst: bool
+) -> tuple[frozenset[Relation], ...]:
+    """Lists the relations of each layer, from 1 up: those whose source has rows below the layer.
+
+    A type without in-relations has input rows and no others, so that from layer 2 on nothing comes
+    from it. Where modules read the destination's row, that must exist too. PyG's and DGL's
+    heterogeneous convolutions leave out the same relations.
+
+    Raises:
+        ConfigError: there is no layer.
+        DataError: no relation reaches the target in the last layer.
+    """
+    if layers < 1:
+        raise ConfigError(f"layers: expected 1 or more, got {layers}")
+    with_rows = set(schema.types)
+    active = []
+    for _ in range(layers):
+        active.append(
+            frozenset(
+                relation
+                for relation in schema.relations
+                if relation[0] in with_rows and (not uses_dst or relation[2] in with_rows)
+            )
+        )
+        with_rows = {relation[2] for relation in active[-1]}
+    if not any(relation[2] == schema.target for relation in active[-1]):
+        raise DataError(
+            f"layers: expected a path of {layers} relations that ends in {schema.target!r}, there is "
+            f"none; use fewer layers, or add reversed relations"
+        )
+    return tuple(active)
 
 
 def _read_counts(field: str, counts: Mapping[Any, Any]) -> dict[Any, int]:

@@ -17,10 +17,9 @@ from torch.func import functional_call
 
 from heta.combine import Mean, Merge, Sum, choose_merge
 from heta.graph.edges import RelationEdges
-from heta.graph.layers import list_active_relations
 from heta.graph.part import Part
 from heta.graph.sampler import Batch, LayerBlock
-from heta.graph.schema import Relation
+from heta.graph.schema import Relation, list_active_relations
 from heta.nn.registration import (
     Registered,
     check_functions,

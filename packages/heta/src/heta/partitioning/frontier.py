@@ -16,8 +16,7 @@ import numpy as np
 from scipy.special import gammaln
 
 from heta.graph.hetero_graph import HeteroGraph
-from heta.graph.layers import list_active_relations
-from heta.graph.schema import Relation, Schema
+from heta.graph.schema import Relation, Schema, list_active_relations
 from heta.partitioning.edge_cut import choose_seeds
 
 __all__ = [

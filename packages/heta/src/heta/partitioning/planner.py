@@ -8,9 +8,8 @@ from itertools import combinations
 import numpy as np
 
 from heta.graph.hetero_graph import HeteroGraph
-from heta.graph.layers import list_active_relations
 from heta.graph.sampler import check_fanouts
-from heta.graph.schema import Schema
+from heta.graph.schema import Schema, list_active_relations
 from heta.partitioning.plan import ASSIGNMENTS, STRATEGIES, Plan, StrategyForecast
 from heta.partitioning.strategies import Estimate, PlanRequest
 from heta.partitioning.workload import StepRates
