@@ -1,5 +1,7 @@
 """Models on a GPU: one that is pretended where there is none, and rows that lie there."""
 
+import time
+
 import pytest
 import torch
 from graphs import CITED_BY, CITES, HAS, WRITES, scholars
@@ -11,7 +13,7 @@ from heta.graph.part import load
 from heta.nn import HeteroModel
 from heta.rows.cache import CACHE_POLICIES, Cache
 from heta.rows.optimizers import RowAdagrad, RowAdam
-from heta.training.cache_filling import fill_device
+from heta.training.cache_filling import _count_reads, _time_host_misses, fill_device
 from heta.training.trainer import Trainer
 from shared.errors import ConfigError
 
@@ -171,6 +173,57 @@ def test_each_policy_keeps_its_budget(parts_of, policy):
             used += values.numel() * values.element_size()
     trainer.close()
     assert 2000 < used <= 3000
+
+
+def keep_the_hottest(folder):
+    """Positions of the rows of authors that are kept, and how often each is read here."""
+    trainer = make(folder, rows=RowAdagrad())
+    seeds, store = torch.arange(60), trainer.store
+    fill_device(store, trainer.part, Cache(800, "hotness"), seeds, [2, 2], seed=0)
+    reads = _count_reads(trainer.part, seeds, [2, 2], 0)
+    trainer.close()
+    kept = {}
+    for name in store.learnable:
+        table = store.tables[name]
+        own = table.owners.owned_by(store.rank, table.num_nodes)
+        kept[name] = table.on_device.slots(torch.arange(len(own))) >= 0, reads[name][own]
+    return kept
+
+
+def test_each_rank_keeps_those_of_its_own_rows_that_it_reads_most(open_pool, parts_of):
+    folder = parts_of(scholars(), [scholars().schema.roots])
+    for kept in open_pool(2).run(keep_the_hottest, folder).results:
+        for is_kept, counts in kept.values():
+            if is_kept.any() and not is_kept.all():
+                assert counts[is_kept].min() >= counts[~is_kept].max()
+        assert any(is_kept.any() and not is_kept.all() for is_kept, _ in kept.values())
+
+
+class SlowRule(RowAdagrad):
+    def step(self, weight, state, rows, grads):
+        time.sleep(0.02)
+
+
+def test_a_miss_of_a_learnable_row_counts_its_way_back(parts_of):
+    trainer = make(parts_of(scholars(), [scholars().schema.roots]), rows=SlowRule())
+    for name, table in trainer.store.tables.items():
+        counts = torch.ones(len(table.rows))
+        miss_s = _time_host_misses(trainer.store, table, counts)
+        assert (miss_s * len(counts) >= 0.02) == (name in trainer.store.learnable)
+    trainer.close()
+
+
+def test_all_edges_of_a_batch_move(parts_of, monkeypatch):
+    part = load(parts_of(scholars(), TWO), 0)
+    with pretended_gpu(monkeypatch):
+        batch = part.sample(range(20), [2, 2]).to(GPU)
+        moved = list(batch.edge_tensors())
+        assert any(len(layer.seed_edges[CITES].rows) < 20 for layer in batch.layers)
+        for layer in batch.layers:
+            moved += [each.rows for each in layer.seed_edges.values()]
+            moved += [each.csr.indices for each in layer.edges.values()]
+    assert len(moved) > 10
+    assert all(isinstance(tensor, OnGpu) for tensor in moved)
 
 
 def test_checkpoints_hold_rows_wherever_they_lie(parts_of, tmp_path):

@@ -99,15 +99,39 @@ def save_and_load(folder, path):
 
 
 def test_a_rank_reads_its_own_rows_of_a_checkpoint(open_pool, parts_of, tmp_path):
-    folder = parts_of(scholars(), TWO)
-    results = open_pool(2).run(save_and_load, folder, tmp_path / "state").results
-    for rank, (owned, keys) in enumerate(results):
+    # Two replicas of one part: each owns half the rows of every learnable type.
+    folder = parts_of(scholars(), [scholars().schema.roots])
+    for rank, (owned, keys) in enumerate(
+        open_pool(2).run(save_and_load, folder, tmp_path / "state").results
+    ):
+        assert owned
         rows = [key.split(".") for key in keys if key.startswith("rows.")]
         data = {(name, int(owner)) for _, name, owner, what in rows if what != "ids"}
         assert data == {(name, rank) for name in owned}
-        kinds = {"ids", "weight", "exp_avg", "exp_avg_sq", "steps"} if owned else set()
-        assert {what for *_, what in rows} == kinds
-    assert results[0][0] != results[1][0]
+        assert {what for *_, what in rows} == {"ids", "weight", "exp_avg", "exp_avg_sq", "steps"}
+
+
+class LosingReader(FileSystemReader):
+    """Knows nothing of one owner's rows."""
+
+    def read_metadata(self):
+        metadata = super().read_metadata()
+        kept = metadata.state_dict_metadata
+        lost = [key for key in kept if key.startswith("rows.author.0.")]
+        assert lost
+        for key in lost:
+            del kept[key]
+        return metadata
+
+
+def test_a_checkpoint_without_some_rows_is_refused(parts_of, tmp_path):
+    trainer = make(parts_of(scholars(), [scholars().schema.roots]))
+    trainer.save(tmp_path / "state")
+    before = trainer.store.tables["author"].rows.clone()
+    with pytest.raises(DataError, match=r"rows of 'author': expected \d+ of this rank, got 0"):
+        trainer.load(tmp_path / "state", reader=LosingReader(tmp_path / "state"))
+    assert torch.equal(trainer.store.tables["author"].rows, before)
+    trainer.close()
 
 
 def _mean(part):
