@@ -207,10 +207,11 @@ def test_parts_with_replicas(compare):
 
 # Each merge, with and without rows of destinations.
 MERGED = ["rgcn", "rgcn-without", "hgt", "max", "stack"]
+MORE = [*MERGED, "sage", "bghgnn"]
 
 
 @pytest.mark.parametrize(
-    "names", [MERGED, pytest.param(list(CASES), marks=pytest.mark.slow)], ids=["merges", "all"]
+    "names", [MERGED, pytest.param(MORE, marks=pytest.mark.slow)], ids=["merges", "more"]
 )
 def test_a_part_whose_roots_end_below_the_last_layer(compare, names):
     # Nothing comes from places in the second layer, if no relation goes into them.
@@ -224,7 +225,7 @@ def test_a_part_whose_roots_end_below_the_last_layer(compare, names):
 
 
 @pytest.mark.parametrize(
-    "names", [MERGED, pytest.param(list(CASES), marks=pytest.mark.slow)], ids=["merges", "all"]
+    "names", [MERGED, pytest.param(MORE, marks=pytest.mark.slow)], ids=["merges", "more"]
 )
 def test_a_part_without_roots(compare, names):
     compare(scholars(), REST, names)
