@@ -5,15 +5,25 @@ both kinds, `numpy`, and reading rows of the host that are not pinned.
 """
 
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 GPU = torch.device("cuda:0")
-# The host may index by its own tensors, and copies are there to cross over.
-_CROSSING = {"_to_copy", "copy_", "index", "index_put", "index_put_", "_index_put_impl_"}
+# Copies are there to cross over, and a tensor on a GPU may be indexed by the host's.
+_COPIES = {"_to_copy", "copy_"}
+_INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_"}
+
+
+RECORDED = []
+"""Tensors of which the allocator was told that another stream reads them."""
+
+
+class Stream:
+    def synchronize(self):
+        pass
 
 
 class OnGpu(torch.Tensor):
@@ -36,6 +46,9 @@ class OnGpu(torch.Tensor):
             return self.detach().inner.clone()
         return super().to(*args, **kwargs)
 
+    def record_stream(self, s):
+        RECORDED.append(self)
+
     def cpu(self):  # pyrefly: ignore[bad-override]
         return self.to("cpu")
 
@@ -48,8 +61,13 @@ def _run(function, args, kwargs):
     name = function.overloadpacket.__name__
     tensors = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, torch.Tensor)]
     is_there = [isinstance(x, OnGpu) for x in tensors]
-    if any(is_there) and name not in _CROSSING:
-        strangers = [x for x, there in zip(tensors, is_there, strict=True) if not there and x.ndim]
+    if any(is_there) and name not in _COPIES:
+        values = tensors
+        if name in _INDEXING and is_there[0]:
+            values = [args[0], *args[2:3]]
+        elif name == "index_put":
+            values = args[2:3]  # autograd in C++ makes the zeros, where it thinks it is
+        strangers = [x for x in values if not isinstance(x, OnGpu) and x.ndim]
         assert not strangers, f"{name}: tensors on the GPU met {[x.shape for x in strangers]}"
     goes_there = any(is_there)
     if kwargs.get("device") is not None:
@@ -88,20 +106,24 @@ class _Mode(TorchDispatchMode):
 @contextmanager
 def pretended_gpu(patch):
     """Within the block, device "cuda:0" is there; kernels run in plain torch."""
-    pinned = set()
+    pinned: dict[int, torch.Tensor] = {}  # kept, so that no other memory has their addresses
+    RECORDED.clear()
 
     def pin(x):
         rows = x.clone()
-        pinned.add(rows.data_ptr())
+        pinned[rows.data_ptr()] = rows
         return rows
 
     patch.setenv("MESHYARD_KERNELS", "reference")
     patch.setattr(torch.cuda, "_lazy_init", lambda: None)
-    patch.setattr(torch.cuda, "Stream", lambda device: None)
+    patch.setattr(torch.cuda, "Stream", lambda device: Stream())
+    patch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    patch.setattr(torch.cuda, "current_stream", lambda device: Stream())
+    patch.setattr(torch.cuda, "current_device", lambda: GPU.index)
     patch.setattr(torch.cuda, "get_rng_state", lambda device: None)
     patch.setattr(torch.cuda, "set_rng_state", lambda state, device: None)
     patch.setattr(torch.Tensor, "pin_memory", pin)
-    patch.setattr(torch.Tensor, "is_pinned", lambda x: x.data_ptr() in pinned)
+    patch.setattr(torch.Tensor, "is_pinned", lambda x: x.numel() > 0 and x.data_ptr() in pinned)
     patch.setattr("heta.training.prefetch._make_thread", _SameThread)
     with _Mode():
         yield

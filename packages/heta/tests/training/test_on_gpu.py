@@ -5,13 +5,13 @@ import time
 import pytest
 import torch
 from graphs import CITED_BY, CITES, HAS, WRITES, scholars
-from pretended_gpu import GPU, OnGpu, pretended_gpu
+from pretended_gpu import GPU, RECORDED, OnGpu, pretended_gpu
 from running import CLASSES, HIDDEN, MODELS
 from torch import nn
 
 from heta.graph.part import load
 from heta.nn import HeteroModel
-from heta.rows.cache import CACHE_POLICIES, Cache
+from heta.rows.cache import CACHE_POLICIES, Cache, fill_cache
 from heta.rows.optimizers import RowAdagrad, RowAdam
 from heta.training.cache_filling import _count_reads, _time_host_misses, fill_device
 from heta.training.trainer import Trainer
@@ -86,7 +86,23 @@ def test_all_of_a_step_lies_on_the_gpu(parts_of, monkeypatch, model, cache):
     with pretended_gpu(monkeypatch):
         own_losses, own_logits, own_rows = train(folder, model, GPU, cache=cache)
     assert not isinstance(own_logits, OnGpu)
+    # Edges and features were made on the reader's stream.
+    assert {tensor.dtype for tensor in RECORDED} == {torch.int64, torch.float32}
     assert_same((own_losses, own_logits, own_rows), (losses, logits, rows))
+
+
+def train_on_pretended_gpu(folder, model, cache):
+    with pytest.MonkeyPatch.context() as patch, pretended_gpu(patch):
+        return train(folder, model, GPU, cache=cache)
+
+
+@pytest.mark.parametrize(("model", "cache"), [("rgcn", None), ("hgt", Cache(2000))])
+def test_ranks_move_what_they_exchange(open_pool, parts_of, model, cache):
+    losses, logits, _ = train(parts_of(scholars(), [scholars().schema.roots]), model)
+    run = open_pool(2).run(train_on_pretended_gpu, parts_of(scholars(), TWO), model, cache)
+    for own_losses, own_logits, _ in run.results:
+        assert own_losses == pytest.approx(losses, rel=1e-4)
+        torch.testing.assert_close(own_logits, logits, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.gpu
@@ -201,7 +217,7 @@ def test_each_rank_keeps_those_of_its_own_rows_that_it_reads_most(open_pool, par
 
 class SlowRule(RowAdagrad):
     def step(self, weight, state, rows, grads):
-        time.sleep(0.02)
+        time.sleep(0.02 if len(rows) else 0)
 
 
 def test_a_miss_of_a_learnable_row_counts_its_way_back(parts_of):
@@ -252,6 +268,10 @@ def test_a_cache_needs_rows_that_lie_elsewhere(parts_of):
     folder = parts_of(scholars(), [scholars().schema.roots])
     with pytest.raises(ConfigError, match=r"a plan by edge-cut, .* or a model on a GPU"):
         make(folder, cache=Cache(1000))
+
+
+def test_nothing_to_keep_is_kept():
+    assert fill_cache({}, {}, {}, 100) == {}
 
 
 def test_a_model_on_two_devices_is_refused(parts_of):

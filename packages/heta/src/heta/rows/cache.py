@@ -86,6 +86,8 @@ def fill_cache(
         or any(s < 0 for s in miss_s.values())
     ):
         raise ConfigError("expected a budget and seconds from 0 and bytes above 0")
+    if not counts:
+        return {}
     counts = {name: count.double() for name, count in counts.items()}
     return choose(counts, miss_s, row_bytes, budget_bytes)
 

@@ -198,10 +198,14 @@ class InputRows:
 
     def _open(self, name: str, ids: Tensor, order: Tensor, counts: list[int]) -> RowRequest:
         """A request with memory for its rows."""
-        free, dim = self._buffers[name], self.tables[name].rows.shape[1]
-        buffer = free.pop() if free else torch.empty(0, dim, device=self.device)
+        dim = self.tables[name].rows.shape[1]
+        if self.device.type != "cpu":
+            rows = torch.empty(len(ids), dim, device=self.device)
+            return RowRequest(ids, order, counts, rows, rows)
+        free = self._buffers[name]
+        buffer = free.pop() if free else torch.empty(0, dim)
         if len(buffer) < len(ids):
-            buffer = torch.empty(len(ids) + len(ids) // 4, dim, device=self.device)
+            buffer = torch.empty(len(ids) + len(ids) // 4, dim)
         return RowRequest(ids, order, counts, buffer[: len(ids)], buffer)
 
     def release(self, requests: Mapping[str, RowRequest]) -> None:

@@ -51,13 +51,18 @@ def fill_remote(
         assert table.owners is not None, "it is remote"
         counts[name][table.owners.owned_by(store.rank, table.num_nodes)] = 0
     row_bytes = {name: table.rows.shape[1] * 4 for name, table in remote.items()}
-    miss_s = _time_remote_misses(store, counts)
-    ids = fill_cache(counts, miss_s, row_bytes, int(cache.bytes), cache.policy)
-    requests = store.read_features(ids)
-    for name, request in requests.items():
-        rows = request.rows.cpu().clone()
-        remote[name].cache = RemoteRowCache(request.ids, rows, remote[name].num_nodes)
-    store.release(requests)
+    # The copies lie on the host, and may be more than a GPU holds.
+    device, store.device = store.device, torch.device("cpu")
+    try:
+        miss_s = _time_remote_misses(store, counts)
+        ids = fill_cache(counts, miss_s, row_bytes, int(cache.bytes), cache.policy)
+        requests = store.read_features(ids)
+        for name, request in requests.items():
+            rows = request.rows.clone()
+            remote[name].cache = RemoteRowCache(request.ids, rows, remote[name].num_nodes)
+        store.release(requests)
+    finally:
+        store.device = device
 
 
 def fill_device(
@@ -111,16 +116,15 @@ def _time_remote_misses(store: InputRows, counts: dict[str, Tensor]) -> dict[str
     for name, count in counts.items():
         ids = count.nonzero()[:_TRIAL_ROWS, 0]
         taken_s = _time_reads(store, {**nothing, name: ids})
-        # A type whose few rows take no measurable time is still worth its bytes.
-        least_s = 1e-9 * store.tables[name].rows.shape[1]
-        miss_s[name] = max((taken_s - empty_s) / max(len(ids), 1), least_s)
+        miss_s[name] = _divide(taken_s - empty_s, len(ids), store.tables[name].rows.shape[1])
     return miss_s
 
 
 def _time_host_misses(store: InputRows, table: Table, counts: Tensor) -> float:
     """Seconds to fetch a row of this host, and to send back and apply a learnable one's gradient."""
     where = counts.nonzero()[:_TRIAL_ROWS, 0]
-    rows = torch.empty(len(where), table.rows.shape[1], device=store.device)
+    dim = table.rows.shape[1]
+    rows = torch.empty(len(where), dim, device=store.device)
     # Copies: a gradient of zeros moves the row of an optimizer that has moments.
     trial = Table(
         table.rows[where],
@@ -130,13 +134,18 @@ def _time_host_misses(store: InputRows, table: Table, counts: Tensor) -> float:
         {name: values[where].clone() for name, values in table.state.items()},
     )
 
-    def miss() -> None:
-        table.read_to_device(where, rows)
+    def miss(count: int) -> None:
+        table.read_to_device(where[:count], rows[:count])
         if table.is_learnable:
-            trial.update(store.optimizer, torch.arange(len(where)), torch.zeros_like(rows))
+            trial.update(store.optimizer, torch.arange(count), torch.zeros_like(rows[:count]))
         rows[:1].cpu()  # waits for the device
 
-    return _fastest(miss) / max(len(where), 1)
+    return _divide(_fastest(lambda: miss(len(where))) - _fastest(lambda: miss(0)), len(where), dim)
+
+
+def _divide(taken_s: float, count: int, dim: int) -> float:
+    """Seconds a row; a type whose few rows take no measurable time is still worth its bytes."""
+    return max(taken_s / max(count, 1), 1e-9 * dim)
 
 
 def _time_reads(store: InputRows, wanted: dict[str, Tensor]) -> float:

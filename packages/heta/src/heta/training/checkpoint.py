@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -276,5 +277,7 @@ def _pick_rows(
 def _read(reader: StorageReader, metadata: Metadata, key: str) -> Tensor:
     """One tensor, read by this rank alone."""
     state: dict[str, Any] = {key: _empty(metadata.state_dict_metadata[key])}
-    dcp.load(state, storage_reader=reader, no_dist=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        dcp.load(state, storage_reader=reader, no_dist=True)
     return state[key]

@@ -66,7 +66,7 @@ def check_model(model: HeteroModel, part: Part) -> None:
 
     Raises:
         ConfigError: it was made for another part, or parameters are not of float32 or not all on the
-            CPU or on one GPU.
+            CPU or on the current GPU.
     """
     if model.made_for != (part.fingerprint, part.index):
         raise ConfigError(
@@ -74,6 +74,11 @@ def check_model(model: HeteroModel, part: Part) -> None:
             f"plan {model.made_for[0]}; give the model and the trainer the same part"
         )
     device = next(model.parameters()).device
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        raise ConfigError(
+            f"model: expected one on the current GPU, {torch.cuda.current_device()}, where kernels are "
+            f"launched, got {device}; call torch.cuda.set_device({device.index}) first"
+        )
     for name, parameter in model.named_parameters():
         if parameter.device.type not in ("cpu", "cuda") or parameter.device != device:
             raise ConfigError(

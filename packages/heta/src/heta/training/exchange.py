@@ -116,7 +116,7 @@ class PartExchange:
 
 def choose_host_group(group: Group) -> Group:
     """Returns the group for tensors in the host's memory: itself, or one of its ranks beside NCCL's."""
-    return group if group.device.type == "cpu" else Group.control(group.process_group)
+    return group if group.device.type == "cpu" else Group.control(group.process_group, name="heta")
 
 
 def _move(state: Any, device: torch.device) -> Any:

@@ -131,7 +131,9 @@ class GradientSync:
         *sums, counts = total.split([*(entry.size for entry in entries), len(entries)])
         for entry, value, count in zip(entries, sums, counts, strict=True):
             if entry.tensor is not None and count > 0:
-                entry.tensor.grad = value.view_as(entry.tensor).to(entry.tensor)
+                entry.tensor.grad = value.view_as(entry.tensor).to(
+                    entry.tensor.device, entry.tensor.dtype
+                )
 
 
 def _gather_json(group: Group, content: dict) -> list[dict]:

@@ -30,17 +30,18 @@ def gather(
         DataError: A shape or a device does not fit, or an index lies outside `x`.
     """
     _check_index(index, len(x))
-    if x.device != index.device and not (index.device.type == "cuda" and x.is_pinned()):
-        raise DataError(
-            f"expected rows on {index.device}, where the index lies, got {x.device}; move them, or pin "
-            f"them by x.pin_memory() for a GPU to read"
-        )
     shape = (len(index), x.shape[1])
     if out is None:
         out = torch.empty(shape, dtype=x.dtype, device=index.device)
     if tuple(out.shape) != shape:
         raise DataError(f"expected out {list(shape)}, got {list(out.shape)}")
     if out.numel():
+        # Memory without a byte cannot be pinned, and is not read.
+        if x.device != index.device and not (index.device.type == "cuda" and x.is_pinned()):
+            raise DataError(
+                f"expected rows on {index.device}, where the index lies, got {x.device}; move them, or "
+                f"pin them by x.pin_memory() for a GPU to read"
+            )
         with torch.no_grad():
             select("gather", index.device).gather(x, index, out)
     return out

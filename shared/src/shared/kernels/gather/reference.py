@@ -8,7 +8,7 @@ __all__ = ["gather", "scatter_add"]
 
 def gather(x: Tensor, index: Tensor, out: Tensor) -> None:
     """Write x[index[i]] to out[i]."""
-    out.copy_(x[index])
+    out.copy_(x[index.to(x.device)])
 
 
 def scatter_add(out: Tensor, index: Tensor, src: Tensor) -> None:

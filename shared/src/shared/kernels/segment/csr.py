@@ -1,6 +1,7 @@
 """A sparse matrix in compressed rows, checked once and transposed once."""
 
-from dataclasses import dataclass, field, replace
+from copy import copy
+from dataclasses import dataclass, field
 
 import torch
 from jaxtyping import Float, Int, Int64
@@ -133,12 +134,13 @@ class CSR:
         """This matrix on `device`; itself when it lies there already."""
         if self.indptr.device == torch.device(device):
             return self
-        return replace(
-            self,
-            indptr=self.indptr.to(device),
-            indices=self.indices.to(device),
-            weight=None if self.weight is None else self.weight.to(device),
-        )
+        # A copy is not checked again: on a GPU each check would make the host wait.
+        moved = copy(self)
+        for name in ("indptr", "indices", "weight"):
+            tensor = getattr(self, name)
+            object.__setattr__(moved, name, None if tensor is None else tensor.to(device))
+        object.__setattr__(moved, "_transposed", [])
+        return moved
 
     def _transpose(self) -> tuple[Tensor, Tensor, Tensor]:
         form = select("segment", self.indptr.device)

@@ -7,6 +7,7 @@ which is written after it.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -21,6 +22,7 @@ from heta.rows.cache import Cache
 from heta.rows.optimizers import RowAdagrad, RowAdam
 from heta.training.jobs.launch import run_in_ranks
 from heta.training.trainer import Trainer
+from shared.comms import Group
 from shared.errors import ConfigError, DataError
 from shared.files import read_json, write_atomically
 from shared.kernels.philox import stream_key
@@ -30,6 +32,8 @@ from shared.training.progress import hidden_progress, is_progress_hidden
 __all__ = ["STATE", "Epoch", "make_trainer", "read_run", "train"]
 
 STATE, _RUN = "state", "run.json"
+_FREE = ("epochs", "device", "cache")
+"""Settings that may differ where a run goes on."""
 
 # An epoch's numbers by name: "epoch", "loss", "seconds", "sent_bytes", and of validation.
 Epoch = dict[str, Any]
@@ -67,10 +71,10 @@ def train(
 
 
 def _check_same(checkpoint: Path, config: TrainConfig) -> None:
-    """Refuses other settings than those of the run, but for the number of epochs and the device."""
+    """Refuses other settings than those of the run, but for those that change no step."""
     before, wanted = asdict(read_run(checkpoint)[0]), asdict(config)
     for name, value in wanted.items():
-        if name not in ("epochs", "device") and value != before[name]:
+        if name not in _FREE and value != before[name]:
             raise ConfigError(
                 f"{name}: expected {before[name]!r}, with which {checkpoint} was begun, got {value!r}; "
                 "use that, or another folder as --checkpoint"
@@ -99,12 +103,12 @@ def make_trainer(part: Part, config: TrainConfig) -> Trainer:
         ConfigError: settings do not fit the part.
         DataError: the graph has no labels, or ranks hold parts of different plans.
     """
-    check_device("device", config.device)
+    device = _choose_device(config.device)
     torch.manual_seed(config.seed)
     rules = {"adam": RowAdam, "adagrad": RowAdagrad}
     trainer = Trainer(
         part,
-        build_model(config.model, part).to(config.device),
+        build_model(config.model, part).to(device),
         config.fanouts,
         config.batch_size,
         optimizer=lambda parameters: torch.optim.Adam(parameters, config.lr),
@@ -117,6 +121,19 @@ def make_trainer(part: Part, config: TrainConfig) -> Trainer:
         # Replicas should not drop the same entries.
         torch.manual_seed(stream_key(config.seed, trainer.replica) >> 1)
     return trainer
+
+
+def _choose_device(name: str) -> torch.device:
+    """The device of a name, made the current one; "cuda" deals this machine's GPUs out to its ranks."""
+    check_device("device", name)
+    device = torch.device(name)
+    if device.type == "cuda":
+        if device.index is None:
+            rank = Group.world().rank if Group.exists() else 0
+            local_rank = int(os.environ.get("LOCAL_RANK", rank))
+            device = torch.device("cuda", local_rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    return device
 
 
 def _train_in_rank(
