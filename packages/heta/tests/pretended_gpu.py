@@ -89,6 +89,9 @@ def _run(function, args, kwargs):
 class _SameThread:
     """An executor without a thread, as the pretence holds in one thread only."""
 
+    def __init__(self, num_threads, thread_name_prefix):
+        assert num_threads == 1, thread_name_prefix
+
     def submit(self, function, *args):
         future = Future()
         future.set_result(function(*args))
@@ -115,7 +118,7 @@ def pretended_gpu(patch):
         return rows
 
     patch.setenv("MESHYARD_KERNELS", "reference")
-    patch.setattr(torch.cuda, "_lazy_init", lambda: None)
+    patch.setattr(torch.cuda, "is_initialized", lambda: True)
     patch.setattr(torch.cuda, "Stream", lambda device: Stream())
     patch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     patch.setattr(torch.cuda, "current_stream", lambda device: Stream())
@@ -124,6 +127,6 @@ def pretended_gpu(patch):
     patch.setattr(torch.cuda, "set_rng_state", lambda state, device: None)
     patch.setattr(torch.Tensor, "pin_memory", pin)
     patch.setattr(torch.Tensor, "is_pinned", lambda x: x.numel() > 0 and x.data_ptr() in pinned)
-    patch.setattr("heta.training.prefetch._make_thread", _SameThread)
+    patch.setattr("heta.training.prefetch.ThreadPoolExecutor", _SameThread)
     with _Mode():
         yield

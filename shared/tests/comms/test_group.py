@@ -2,6 +2,7 @@ import os
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
@@ -29,6 +30,22 @@ def timeout_of_the_world() -> float:
 
 def test_world_keeps_the_pools_timeout(pool):
     assert pool.run(timeout_of_the_world).results == [120.0, 120.0]
+
+
+def name_groups() -> tuple[bool, float]:
+    one, other = Group.control(name="one"), Group.control(name="other")
+    again = Group.control(name="one")
+    # Were they one group, ranks that use them in different orders would wait for each other's messages.
+    groups = [one, other] if Group.world().rank == 0 else [other, one]
+    with ThreadPoolExecutor(2) as threads:
+        ones = torch.ones(3)
+        sizes = {id(one): 1.0, id(other): 10.0}
+        totals = list(threads.map(lambda g: all_reduce(g, sizes[id(g)] * ones)[0].item(), groups))
+    return again is one and other is not one, totals[groups.index(one)]
+
+
+def test_groups_of_other_names_are_separate(pool):
+    assert pool.run(name_groups).results == [(True, 2.0)] * 2
 
 
 def test_missing_environment_says_how_to_start(monkeypatch):

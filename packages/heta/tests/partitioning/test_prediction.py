@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from schemas import draw_schema
 
+from heta import plan
 from heta.graph.schema import Schema
 from heta.partitioning.frontier import profile_counts
 from heta.partitioning.prediction import Network
@@ -86,6 +87,14 @@ def test_owners_update_the_rows_that_they_touch():
     assert step.sent_bytes.sum() == 0
 
 
+def test_rows_are_packed_where_they_are_read_and_where_they_lie():
+    touched = np.array([[[50.0, 5.0], [30.0, 20.0]]])
+    network = _network(2, rates=StepRates(**{**_zero(), "packed_byte_s": 1e-3}))
+    step = network.predict_raf(np.zeros((1, 2)), np.zeros((1, 2)), touched, np.zeros(1))
+    # Either part reads or serves all that travels: 30 rows of one type and 5 of the other.
+    assert step.compute_s[0] == pytest.approx([35 * (8 + 2 * 16) * 1e-3] * 2)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_the_bound_is_never_above_the_step(seed):
     random = np.random.default_rng(seed)
@@ -118,6 +127,17 @@ def test_edge_cut_fetches_remote_rows_and_returns_gradients_of_learnable_ones():
     assert step.sent_bytes[0] == pytest.approx([asked[0] + served / 2, asked[1] + served / 2])
 
 
+def test_features_of_the_next_batch_travel_over_the_same_link():
+    remote = np.array([[6000.0], [6000.0]])
+    widths, is_learnable = np.array([10]), np.array([False])
+    network = _network(2)
+    still = network.predict_edge_cut(0.0, 0.0, remote, widths, is_learnable, 0.0, 0.0)
+    busy = network.predict_edge_cut(0.1, 0.3, remote, widths, is_learnable, 0.0, 0.0)
+    features_s = 6000 * (8 + 40) * 1e-6
+    assert still.step_s[0] == pytest.approx(features_s + 1e-6)
+    assert busy.step_s[0] == pytest.approx(max(0.1 + 0.3, features_s + 0.3))
+
+
 @pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
 def test_rates_are_checked(value):
     with pytest.raises(ConfigError, match=r"rates.flop_s: expected a finite number"):
@@ -138,6 +158,34 @@ def test_work_of_two_roots_is_that_of_each_less_what_they_share(uses_dst):
     held = workload.count_memory(sets)
     assert max(held[0], held[1]) <= held[2] <= held[0] + held[1]
     assert held[3] <= held[0]
+
+
+def test_features_are_gathered_behind_the_step_and_learnable_rows_in_it():
+    edges = {("a", "x", "t"): 50, ("b", "y", "a"): 30, ("a", "z", "a"): 20}
+    schema = Schema({"t": 10, "a": 7, "b": 5}, edges, {"a": 3, "t": 2}, "t")
+    profile = profile_counts(schema, [2, 2], 4, uses_dst=False)
+    rates = StepRates(**{**_zero(), "gathered_byte_s": 1.0})
+    loads = Workload(profile, rates, 8).evaluate(np.ones((1, 1)))
+    assert loads.main_s == pytest.approx(loads.touched[:, 0] * 32)
+    learnable = Workload(
+        profile_counts(Schema(schema.num_nodes, edges, {"t": 2}, "t"), [2, 2], 4, uses_dst=False),
+        rates, 8,
+    ).evaluate(np.ones((1, 1)))  # fmt: skip
+    rows_of_a = learnable.main_s / 32 - loads.touched[:, 0]
+    assert rows_of_a > 1
+    assert loads.behind_s == pytest.approx(rows_of_a * 12)
+    assert learnable.behind_s.item() == 0
+
+
+def test_merged_logits_and_the_heads_gradient_replace_rows():
+    edges = {("a", "x", "t"): 500, ("b", "y", "t"): 400}
+    schema = Schema({"t": 100, "a": 70, "b": 50}, edges, {"a": 3, "b": 4, "t": 2}, "t")
+    options = {"parts": 2, "strategy": "raf", "uses_dst": False, "hidden": 16, "batch_size": 64}
+    options |= {"layers": 1, "fanouts": [3]}
+    rows, logits = (plan(schema, head_dim=dim, **options).sent_bytes for dim in (None, 5))
+    # Each of two parts sends as much as it merges.
+    assert rows == 2 * 64 * 16 * 4
+    assert logits == 2 * (64 * 5 * 4 + 16 * 5 * 4)
 
 
 def test_memory_counts_each_held_edge_and_row():

@@ -13,7 +13,7 @@ from heta.graph.part import load
 from heta.nn import HeteroModel
 from heta.rows.cache import CACHE_POLICIES, Cache, fill_cache
 from heta.rows.optimizers import RowAdagrad, RowAdam
-from heta.training.cache_filling import _count_reads, _time_host_misses, fill_device
+from heta.training.cache_filling import count_reads, fill_device, time_host_misses
 from heta.training.trainer import Trainer
 from shared.errors import ConfigError
 
@@ -196,7 +196,7 @@ def keep_the_hottest(folder):
     trainer = make(folder, rows=RowAdagrad())
     seeds, store = torch.arange(60), trainer.store
     fill_device(store, trainer.part, Cache(800, "hotness"), seeds, [2, 2], seed=0)
-    reads = _count_reads(trainer.part, seeds, [2, 2], 0)
+    reads = count_reads(trainer.part, seeds, [2, 2], 0)
     trainer.close()
     kept = {}
     for name in store.learnable:
@@ -224,7 +224,7 @@ def test_a_miss_of_a_learnable_row_counts_its_way_back(parts_of):
     trainer = make(parts_of(scholars(), [scholars().schema.roots]), rows=SlowRule())
     for name, table in trainer.store.tables.items():
         counts = torch.ones(len(table.rows))
-        miss_s = _time_host_misses(trainer.store, table, counts)
+        miss_s = time_host_misses(trainer.store, table, counts)
         assert (miss_s * len(counts) >= 0.02) == (name in trainer.store.learnable)
     trainer.close()
 
@@ -274,11 +274,13 @@ def test_nothing_to_keep_is_kept():
     assert fill_cache({}, {}, {}, 100) == {}
 
 
-def test_a_model_on_two_devices_is_refused(parts_of):
+def test_a_model_on_two_devices_is_refused(parts_of, monkeypatch):
     part = load(parts_of(scholars(), [scholars().schema.roots]))
     model = MODELS["rgcn"](part)
-    model.head.to("meta")
-    with pytest.raises(
-        ConfigError, match=r"head\.weight: expected all parameters on the CPU or on one"
-    ):
-        Trainer(part, model)
+    with pretended_gpu(monkeypatch):
+        weight = nn.Parameter(model.get_parameter("head.weight").detach().to(GPU))
+        model.get_submodule("head").register_parameter("weight", weight)
+        with pytest.raises(
+            ConfigError, match=r"head\.weight: expected all .* on the CPU or on one"
+        ):
+            Trainer(part, model)

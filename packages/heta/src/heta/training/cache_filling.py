@@ -19,7 +19,13 @@ from heta.rows.device_rows import DeviceRows
 from heta.rows.store import InputRows
 from heta.rows.tables import Table
 
-__all__ = ["SAMPLED_BATCHES", "fill_device", "fill_remote"]
+__all__ = [
+    "SAMPLED_BATCHES",
+    "count_reads",
+    "fill_device",
+    "fill_remote",
+    "time_host_misses",
+]
 
 SAMPLED_BATCHES = 8
 _EPOCH = (1 << 62) + 2
@@ -45,7 +51,7 @@ def fill_remote(
         for name, table in store.tables.items()
         if table.owners is not None and name in store.features
     }
-    counts = _count_reads(part, seeds, fanouts, seed)
+    counts = count_reads(part, seeds, fanouts, seed)
     counts = {name: counts[name] for name in remote}
     for name, table in remote.items():
         assert table.owners is not None, "it is remote"
@@ -73,12 +79,12 @@ def fill_device(
     Args:
         store, part, cache, seeds, fanouts, seed: as of `fill_remote`.
     """
-    reads = _count_reads(part, seeds, fanouts, seed)
+    reads = count_reads(part, seeds, fanouts, seed)
     counts, miss_s, row_bytes = {}, {}, {}
     for name, table in store.tables.items():
         owned = None if table.owners is None else table.owners.owned_by(store.rank, table.num_nodes)
         counts[name] = reads[name] if owned is None else reads[name][owned]
-        miss_s[name] = _time_host_misses(store, table, counts[name])
+        miss_s[name] = time_host_misses(store, table, counts[name])
         values = [table.rows, *table.state.values()]
         row_bytes[name] = sum(each.element_size() * each[:1].numel() for each in values)
     kept = {name: table for name, table in store.tables.items() if len(table.rows)}
@@ -94,7 +100,7 @@ def fill_device(
         table.on_device = DeviceRows(table.rows, table.state, where, store.device)
 
 
-def _count_reads(part: Part, seeds: Tensor, fanouts: Sequence[int], seed: int) -> dict[str, Tensor]:
+def count_reads(part: Part, seeds: Tensor, fanouts: Sequence[int], seed: int) -> dict[str, Tensor]:
     """How often some sampled batches read each row, by type."""
     counts = {name: torch.zeros(count) for name, count in part.schema.num_nodes.items()}
     target = part.schema.target
@@ -120,7 +126,7 @@ def _time_remote_misses(store: InputRows, counts: dict[str, Tensor]) -> dict[str
     return miss_s
 
 
-def _time_host_misses(store: InputRows, table: Table, counts: Tensor) -> float:
+def time_host_misses(store: InputRows, table: Table, counts: Tensor) -> float:
     """Seconds to fetch a row of this host, and to send back and apply a learnable one's gradient."""
     where = counts.nonzero()[:_TRIAL_ROWS, 0]
     dim = table.rows.shape[1]
