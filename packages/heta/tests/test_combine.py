@@ -83,6 +83,13 @@ def test_gradients_routed_to_parts_are_those_of_the_whole(name):
     assert torch.allclose(parted.grad, whole.grad)
 
 
+@pytest.mark.parametrize("merge", [Sum(), Mean(), Max(), Stack()])
+def test_rows_may_come_in_any_order(merge):
+    rows, order = outputs()[0], torch.tensor([3, 0, 4, 1, 2])
+    shuffled = merge.lift(rows[order], order, ROWS, 1, RELATIONS)
+    assert same(shuffled, lift(merge, rows, 1))
+
+
 def test_a_largest_value_of_several_relations_is_the_first_ones():
     merge = Max()
     rows = torch.ones(RELATIONS, ROWS, DIM)

@@ -250,8 +250,8 @@ class Softmax(Merge):
 
 def _place(output: Tensor, row: Tensor, num_rows: int, identity: float) -> Tensor:
     """Puts the output rows at their destinations, and the merge's identity everywhere else."""
-    if len(row) == num_rows:
-        return output  # rows are distinct and in order, so these are all of them
+    if len(row) == num_rows and not bool((row.diff() < 1).any()):
+        return output  # distinct and in order, so these are all of them
     return output.new_full((num_rows, *output.shape[1:]), identity).index_copy(0, row, output)
 
 

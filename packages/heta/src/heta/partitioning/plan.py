@@ -159,9 +159,7 @@ class Plan:
             DataError: the text is not a plan, or of another format.
         """
         try:
-            tree = json.loads(text)
-            # A KeyError if it is of another format.
-            tree = {_FORMAT: tree}[tree.pop("format")]
+            tree = _read_tree(text)
             tree["schema"] = Schema.from_json(tree["schema"])
             tree["parts"] = tuple(_read_part(part) for part in tree["parts"])
             tree["alternatives"] = tuple(StrategyForecast(**each) for each in tree["alternatives"])
@@ -206,6 +204,15 @@ def _write_part(part: PartPlan) -> dict[str, Any]:
     tree: dict[str, Any] = {each.name: getattr(part, each.name) for each in fields(part)}
     tree["shares"] = [[relation, share] for relation, share in part.shares.items()]
     tree["relations"] = [sorted(hop) for hop in part.relations]
+    return tree
+
+
+def _read_tree(text: str) -> dict[str, Any]:
+    """A plan's fields, of this format alone."""
+    tree = json.loads(text)
+    number = tree.pop("format")
+    if number != _FORMAT:
+        raise ValueError(f"format {number!r}")
     return tree
 
 
