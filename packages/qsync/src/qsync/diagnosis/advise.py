@@ -1,0 +1,102 @@
+"""Advice by a greedy search along the critical path, over the strategies of the registry."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from qsync.diagnosis.diagnose import Diagnosis
+from qsync.diagnosis.memory_timeline import trace_memory
+from qsync.diagnosis.strategies import STRATEGIES, AdviceState
+from qsync.diagnosis.what_if import JobChange
+from shared.errors import ConfigError
+
+__all__ = ["Advice", "advise"]
+
+# Gains below this share of a step are within the noise of traces.
+_WORTHWHILE = 0.01
+
+
+class Advice(NamedTuple):
+    """One change, on top of those before it.
+
+    Attributes:
+        strategy: its name in `STRATEGIES`.
+        text: what to do.
+        change: all changes until here.
+        step_s: predicted seconds of a step with all of them.
+        gain: step before this change over step after it.
+        saved_bytes: memory saved on the fullest rank by all changes.
+    """
+
+    strategy: str
+    text: str
+    change: JobChange
+    step_s: float
+    gain: float
+    saved_bytes: int
+
+
+def advise(
+    diagnosis: Diagnosis,
+    *,
+    precision_share: Mapping[str, float] | None = None,
+    memory_limit_bytes: int | None = None,
+) -> list[Advice]:
+    """Searches for changes that shorten the step, or bring its memory below a limit first.
+
+    Each round replays every proposal and takes the best: while memory is above the limit, the one
+    that reaches it at the least cost, or saves most if none does; then the one with the largest
+    gain, until none gains 1 %.
+
+    Args:
+        diagnosis: of the traced job.
+        precision_share: seconds of products in lower precisions as a share of the present ones, as
+            {"bf16": 0.6}. Without it the advice tells the share that a slow rank needs.
+        memory_limit_bytes: of the fullest device; traces must have memory events.
+
+    Raises:
+        ConfigError: a share is not above 0.
+        DataError: a limit is given and traces have no memory events.
+    """
+    shares = dict(precision_share or {})
+    for precision, share in shares.items():
+        if not 0 < share < float("inf"):
+            raise ConfigError(
+                f"precision_share[{precision!r}]: expected a share above 0, got {share}; measure "
+                "products in it over those as traced"
+            )
+    excess_bytes = activation_bytes = 0
+    if memory_limit_bytes is not None:
+        memories = [m for trace in diagnosis.traces for m in trace_memory(trace).values()]
+        fullest = max(memories, key=lambda memory: memory.peak_bytes)
+        excess_bytes = fullest.peak_bytes - memory_limit_bytes
+        activation_bytes = fullest.activation_bytes
+    forecast = diagnosis.job.predict()
+    change, advice, saved_bytes = JobChange(), [], 0
+    while True:
+        state = AdviceState(
+            diagnosis=diagnosis, change=change, forecast=forecast, precision_share=shares
+        )
+        options = []
+        for name in STRATEGIES:
+            for proposal in STRATEGIES.get(name)(state):
+                saves = int(proposal.saved_share * (activation_bytes - saved_bytes))
+                after = diagnosis.job.predict(proposal.change)
+                options.append((min(saves, excess_bytes - saved_bytes), -after.step_s, name,
+                                proposal, after, saves))  # fmt: skip
+        if not options:
+            return advice
+        if saved_bytes < excess_bytes:
+            best = max(options, key=lambda option: option[:2])
+            is_worthwhile = best[0] > 0
+        else:
+            best = max(options, key=lambda option: option[1])
+            is_worthwhile = forecast.step_s >= (1 + _WORTHWHILE) * best[4].step_s
+        if not is_worthwhile:
+            return advice
+        _, _, name, proposal, after, saves = best
+        saved_bytes += saves
+        gain = forecast.step_s / after.step_s
+        change, forecast = proposal.change, after
+        advice.append(Advice(name, proposal.text, change, after.step_s, gain, saved_bytes))

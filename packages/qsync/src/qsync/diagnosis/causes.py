@@ -1,0 +1,104 @@
+"""Names why a step takes long: a slow rank, operator, loader or link.
+
+The rank that others wait for is compared with the median of the others, operator by operator. If
+half of its excess or more is its loader's, or is one operator's that lags behind more than the rest
+do, that is the cause; else the rank is slow at everything. Collectives that no computing hides are
+the link's.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from qsync.diagnosis.collectives import MatchedCollective, merge
+from qsync.diagnosis.job_graph import LanePiece
+from qsync.diagnosis.traces import LOADER
+from shared.units import format_rate, format_s
+
+__all__ = ["DelayCause", "find_rank_cause", "link_cause"]
+
+CauseKind = Literal["slow rank", "slow operator", "late loader", "slow link"]
+
+# Share of a rank's excess that makes one part of it the cause.
+_MAIN_SHARE = 0.5
+# How much more than all else an operator must lag behind.
+_ABOVE_REST = 1.25
+
+
+class DelayCause(NamedTuple):
+    """Why ranks wait.
+
+    Attributes:
+        kind: what is slow.
+        seconds: of each step in which those who wait compute nothing.
+        rank: the rank concerned; None for the link, which all share.
+        operator: the operator concerned, if one is.
+        text: a sentence.
+    """
+
+    kind: CauseKind
+    seconds: float
+    rank: int | None
+    operator: str | None
+    text: str
+
+
+def find_rank_cause(
+    lanes: Sequence[Sequence[LanePiece]], rank: int, seconds: float, num_steps: int
+) -> DelayCause:
+    """Finds why others wait for a rank.
+
+    Args:
+        lanes: operators by rank.
+        rank: the rank that others wait for.
+        seconds: of each step that it costs the others.
+        num_steps: steps in the lanes.
+    """
+    tables = [_sum_by_name(lane, num_steps) for lane in lanes]
+    mine = tables.pop(rank)
+    names = sorted({name for table in [mine, *tables] for name in table})
+    reference = {
+        name: float(np.median([table.get(name, 0.0) for table in tables])) for name in names
+    }
+    excess = {name: mine.get(name, 0.0) - reference[name] for name in names}
+    total = sum(max(value, 0.0) for value in excess.values())
+    ratio = sum(mine.values()) / max(sum(reference.values()), 1e-12)
+    if total > 0:
+        worst = max(names, key=lambda name: excess[name])
+        rest = (sum(mine.values()) - mine.get(worst, 0.0)) / max(
+            sum(reference.values()) - reference[worst], 1e-12
+        )
+        lag = mine.get(worst, 0.0) / max(reference[worst], 1e-12)
+        is_main = excess[worst] >= _MAIN_SHARE * total and lag > _ABOVE_REST * rest
+        spent = f"{format_s(mine.get(worst, 0.0))} a step against {format_s(reference[worst])}"
+        if is_main and worst == LOADER:
+            text = f"the loader of rank {rank} is late: {spent} on the others"
+            return DelayCause("late loader", seconds, rank, None, text)
+        if is_main:
+            text = f"operator {worst} is slow on rank {rank}: {spent} on the others"
+            return DelayCause("slow operator", seconds, rank, worst, text)
+    text = f"rank {rank} is slow at everything: {ratio:.2f} times the seconds of the others"
+    return DelayCause("slow rank", seconds, rank, None, text)
+
+
+def link_cause(collectives: Sequence[MatchedCollective], exposed_s: float) -> DelayCause:
+    """Describes the links' share of a step, with the rate at which they carried gradients."""
+    text = f"the links hold up each step for {format_s(exposed_s)} that no computing hides"
+    sizes = [collective.num_bytes for collective in collectives]
+    if None not in sizes:
+        total = sum(size or 0 for size in sizes)
+        busy_s = sum(end_s - start_s for start_s, end_s in merge(c.transfer for c in collectives))
+        if busy_s > 0:
+            text += f", at {format_rate(total / busy_s)} of gradients"
+    return DelayCause("slow link", exposed_s, None, None, text)
+
+
+def _sum_by_name(lane: Sequence[LanePiece], num_steps: int) -> dict[str, float]:
+    seconds: dict[str, float] = defaultdict(float)
+    for piece in lane:
+        seconds[piece.name] += (piece.gap_s + piece.busy_s) / num_steps
+    return seconds

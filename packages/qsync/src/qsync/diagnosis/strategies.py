@@ -1,0 +1,150 @@
+"""Changes that may shorten a job's step or its memory, in a registry.
+
+A strategy is a function of an `AdviceState` that yields proposals. It looks only at what lies on the
+critical path of the job as changed so far: nothing else can shorten the step.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from qsync.diagnosis.diagnose import Diagnosis
+from qsync.diagnosis.what_if import JobChange, JobForecast
+from shared.errors import DataError
+from shared.registry import Registry
+from shared.units import MiB
+
+__all__ = ["STRATEGIES", "AdviceState", "Proposal"]
+
+_PRODUCTS = re.compile(r"linear|addmm|\bmm|bmm|matmul|conv|gemm|MmBackward", re.IGNORECASE)
+# Halving an operand's bits halves a product's time at best.
+_BEST_SHARE = 0.5
+_BUCKETS_MIB = (1, 2, 5, 10, 25, 50, 100)
+_BLOCK_SHARES = (0.25, 0.5, 1.0)
+
+
+class Proposal(NamedTuple):
+    """A change, what a user does for it, and the share of activations that it saves."""
+
+    change: JobChange
+    text: str
+    saved_share: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdviceState:
+    """Where a search stands.
+
+    Attributes:
+        diagnosis: of the traced job.
+        change: what was chosen so far.
+        forecast: the job under it.
+        precision_share: seconds of products in each lower precision, as a share of the present
+            ones; empty if nobody has measured them.
+    """
+
+    diagnosis: Diagnosis
+    change: JobChange
+    forecast: JobForecast
+    precision_share: Mapping[str, float]
+
+    @property
+    def has_critical_sum(self) -> bool:
+        """Whether an all-reduce lies on the critical path."""
+        return (None, "allreduce") in self.forecast.critical_s
+
+
+STRATEGIES: Registry[str, Callable[[AdviceState], Iterator[Proposal]]] = Registry("strategy")
+
+
+def lower_precision(state: AdviceState) -> Iterator[Proposal]:
+    """Lowers products of one rank on the critical path."""
+    graph, path = state.forecast.graph, state.forecast.critical_s
+    for rank in sorted({rank for rank, _ in path if rank is not None}):
+        names = sorted({name for other, name in path if other == rank and _PRODUCTS.search(name)})
+        if not names or any(other == rank for other, _ in state.change.operator_speed):
+            continue
+        shares = dict(state.precision_share)
+        if not shares:
+            mine = graph.ranks == rank
+            chosen = mine & [name in names for name in graph.names]
+            seconds = graph.gap_s + graph.busy_s
+            others_s = max(
+                float(seconds[graph.ranks == other].sum())
+                for other in range(state.diagnosis.job.num_ranks)
+                if other != rank
+            )
+            excess = (float(seconds[mine].sum()) - others_s) / float(graph.busy_s[chosen].sum())
+            if excess <= 0:
+                continue
+            shares = {"a lower precision": max(_BEST_SHARE, 1 - excess)}
+        for precision, share in shares.items():
+            speeds = {**state.change.operator_speed, **{(rank, name): 1 / share for name in names}}
+            yield Proposal(
+                replace(state.change, operator_speed=speeds),
+                f"run {', '.join(names)} of rank {rank} in {precision}, at {share:.0%} of their "
+                "time (qsync.plan chooses which)",
+            )
+
+
+def resize_buckets(state: AdviceState) -> Iterator[Proposal]:
+    """Sends gradients in buckets of another size."""
+    if not state.has_critical_sum or state.change.bucket_bytes:
+        return
+    for size in _BUCKETS_MIB:
+        change = replace(state.change, bucket_bytes=size * MiB)
+        try:
+            state.diagnosis.job.predict(change)
+        except DataError:  # The trace has no sizes from which to learn the link's latency.
+            return
+        yield Proposal(change, f"give DDP bucket_cap_mb={size}")
+
+
+def halve_gradients(state: AdviceState) -> Iterator[Proposal]:
+    """Sends gradients in bf16."""
+    if state.has_critical_sum and state.change.gradient_share == 1:
+        yield Proposal(
+            replace(state.change, gradient_share=0.5),
+            "all-reduce gradients in bf16 by a communication hook",
+        )
+
+
+def accumulate(state: AdviceState) -> Iterator[Proposal]:
+    """All-reduces gradients of two batches at once."""
+    if state.has_critical_sum and state.change.accumulation == 1:
+        yield Proposal(
+            replace(state.change, accumulation=2),
+            "accumulate gradients of two batches under no_sync (doubles the global batch)",
+        )
+
+
+def recompute(state: AdviceState) -> Iterator[Proposal]:
+    """Runs a part of the forward pass twice in place of keeping its activations."""
+    for share in _BLOCK_SHARES:
+        if share > state.change.recompute_share:
+            yield Proposal(
+                replace(state.change, recompute_share=share),
+                f"recompute {share:.0%} of the blocks (torch.utils.checkpoint)",
+                share - float(state.change.recompute_share),
+            )
+
+
+def halve_batch(state: AdviceState) -> Iterator[Proposal]:
+    """Cuts each batch into twice as many micro-batches."""
+    parts = state.change.micro_batches * 2
+    yield Proposal(
+        replace(state.change, micro_batches=parts),
+        f"cut each batch into {parts} micro-batches, under no_sync but for the last",
+        1 / state.change.micro_batches - 1 / parts,
+    )
+
+
+STRATEGIES.add("precision", lower_precision, "computation: products of a rank in fewer bits")
+STRATEGIES.add("buckets", resize_buckets, "communication: other sizes of DDP's buckets")
+STRATEGIES.add("bf16 gradients", halve_gradients, "communication: half of the bytes")
+STRATEGIES.add("accumulation", accumulate, "communication: half as many all-reduces")
+STRATEGIES.add("recompute", recompute, "memory: activations computed again")
+STRATEGIES.add("micro-batches", halve_batch, "memory: smaller micro-batches")

@@ -1,0 +1,334 @@
+"""Reads the Chrome traces that torch.profiler exports, one for each rank of a job.
+
+Collectives of gloo are annotations on gloo's own threads ("gloo:all_reduce"), which begin when a
+thread takes up the work and end when it is done. Those of NCCL are GPU kernels
+("ncclDevKernel_AllReduce_..."); that form follows its documentation and is untested on a GPU. The
+compute lane of a rank holds its GPU kernels where the trace has any, else its outermost operators
+on CPU threads. Times are in seconds on the rank's own clock.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import re
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from shared.errors import DataError
+from shared.files import check_not_empty
+
+__all__ = ["LOADER", "MemorySample", "RankTrace", "TraceSpan", "read_trace", "read_traces"]
+
+LOADER = "data loader"
+
+_COLLECTIVES = (
+    "allreduce", "allgather", "reducescatter", "alltoall", "barrier", "broadcast", "gather",
+    "scatter", "reduce", "send", "recv",
+)  # fmt: skip
+_CPU_BACKENDS = ("gloo:", "ucc:", "mpi:")
+_GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
+# Bytes of an element by the names that PyTorch's recorders give to types.
+_ELEMENT_BYTES = {
+    "double": 8, "long": 8, "long int": 8, "float": 4, "int": 4, "c10::half": 2, "half": 2,
+    "c10::bfloat16": 2, "bfloat16": 2, "unsigned char": 1, "signed char": 1, "char": 1, "byte": 1,
+    "bool": 1,
+}  # fmt: skip
+_STEP = re.compile(r"ProfilerStep#(\d+)")
+_AUTOGRAD = "autograd::engine::evaluate_function: "
+_CUT = "record it again, and let export_chrome_trace return before the process ends"
+
+
+class TraceSpan(NamedTuple):
+    """An interval of a rank.
+
+    Attributes:
+        name: operator, kernel, or kind of collective ("allreduce").
+        start_s, end_s: on the rank's clock.
+        num_bytes: bytes of its first inputs; None if the trace does not tell.
+    """
+
+    name: str
+    start_s: float
+    end_s: float
+    num_bytes: int | None = None
+
+
+class MemorySample(NamedTuple):
+    """Bytes allocated on a device ("cpu", "cuda:0") after an allocation or release."""
+
+    time_s: float
+    device: str
+    allocated_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankTrace:
+    """What one rank did.
+
+    Attributes:
+        path: the file.
+        rank, world_size: as the trace tells; None if it does not.
+        steps: `TraceSpan` of each step, called by its number.
+        lane: operators or kernels in order, none overlapping another; the loader is `LOADER`.
+        collectives: in order of their starts.
+        enqueued_s: when each collective was enqueued, aligned with `collectives`.
+        memory: samples in order, if memory was profiled.
+    """
+
+    path: str
+    rank: int | None
+    world_size: int | None
+    steps: tuple[TraceSpan, ...]
+    lane: tuple[TraceSpan, ...]
+    collectives: tuple[TraceSpan, ...]
+    enqueued_s: tuple[float, ...]
+    memory: tuple[MemorySample, ...] = ()
+
+
+def read_traces(paths: Sequence[str | os.PathLike[str]]) -> list[RankTrace]:
+    """Reads the traces of all ranks of a job.
+
+    Args:
+        paths: one file of each rank, in any order; in the order of ranks if the traces do not tell
+            theirs.
+
+    Returns:
+        The traces in the order of ranks.
+
+    Raises:
+        DataError: a file cannot be read or is cut, a trace has no collectives, a rank is missing
+            or there twice, or traces are of jobs of unlike sizes.
+    """
+    if isinstance(paths, str | os.PathLike) or len(paths) < 2:
+        raise DataError(
+            f"expected the traces of all ranks, at least two files, got {paths!r}; "
+            "export one with torch.profiler on each rank"
+        )
+    origin_ns: int | None = None
+    traces = []
+    for path in paths:
+        trace, origin_ns = _read(os.fspath(path), origin_ns)
+        traces.append(trace)
+    if all(trace.rank is None for trace in traces):
+        return [replace(trace, rank=rank) for rank, trace in enumerate(traces)]
+    by_rank: dict[int, RankTrace] = {}
+    for trace in traces:
+        if trace.rank is None:
+            raise DataError(
+                f"{trace.path}: expected its rank in distributedInfo, as other traces have it, got "
+                "none; record it after init_process_group"
+            )
+        if trace.rank in by_rank:
+            raise DataError(
+                f"{trace.path}: expected one trace of each rank, got rank {trace.rank} here and in "
+                f"{by_rank[trace.rank].path}; leave one out"
+            )
+        by_rank[trace.rank] = trace
+    sizes = {trace.world_size for trace in traces} - {None}
+    if len(sizes) > 1:
+        raise DataError(
+            f"expected traces of one job, got world sizes {sorted(map(str, sizes))}; name only "
+            "files of the same run"
+        )
+    world_size = max([*by_rank, *(size - 1 for size in sizes if size)]) + 1
+    if missing := [rank for rank in range(world_size) if rank not in by_rank]:
+        raise DataError(
+            f"expected traces of all {world_size} ranks, got ranks {sorted(by_rank)}; add the "
+            f"trace of rank {', '.join(map(str, missing))}"
+        )
+    return [by_rank[rank] for rank in range(world_size)]
+
+
+def read_trace(path: str | os.PathLike[str]) -> RankTrace:
+    """Reads the trace of one rank.
+
+    Args:
+        path: a .json or .json.gz file that `torch.profiler` exported.
+
+    Raises:
+        DataError: the file cannot be read or is cut, or the trace has no collectives.
+    """
+    return _read(os.fspath(path), None)[0]
+
+
+def _read(path: str, origin_ns: int | None) -> tuple[RankTrace, int]:
+    """Reads a trace; seconds count from `origin_ns`, else from this trace's own base."""
+    content = _load(path)
+    events = [event for event in content["traceEvents"] if isinstance(event, dict)]
+    base_ns = int(content.get("baseTimeNanoseconds", 0))
+    # Differences of whole nanoseconds are exact; seconds since 1970 as floats are not.
+    origin_ns = base_ns if origin_ns is None else origin_ns
+    shift_s = (base_ns - origin_ns) / 1e9
+    about = content.get("distributedInfo", {})
+    try:
+        fields = _collect(events, shift_s)
+    except (KeyError, TypeError, ValueError) as error:
+        raise DataError(
+            f"{path}: expected events of torch.profiler, got a malformed one "
+            f"({type(error).__name__}: {error}); {_CUT}"
+        ) from error
+    if not fields["collectives"]:
+        raise DataError(
+            f"{path}: expected collectives, such as gloo:all_reduce or kernels of NCCL, got none "
+            f"among {len(events):,} events; profile whole steps of a job of several ranks"
+        )
+    trace = RankTrace(
+        path=path, rank=about.get("rank"), world_size=about.get("world_size"), **fields
+    )
+    return trace, origin_ns
+
+
+def _load(path: str) -> dict[str, Any]:
+    check_not_empty(path, "a trace of torch.profiler")
+    try:
+        data = Path(path).read_bytes()
+        if data[:2] == b"\x1f\x8b":
+            data = gzip.decompress(data)
+        content = json.loads(data)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise DataError(f"{path}: expected a whole .gz file, got {error}; {_CUT}") from error
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise DataError(
+            f"{path}: expected a complete trace as JSON, got {error}: the file is cut or no trace; "
+            f"{_CUT}"
+        ) from error
+    if not isinstance(content, dict) or not isinstance(content.get("traceEvents"), list):
+        raise DataError(
+            f"{path}: expected an object with traceEvents, got {type(content).__name__} without "
+            "it; name a file that torch.profiler exported"
+        )
+    return content
+
+
+def _collect(events: list[dict[str, Any]], shift_s: float) -> dict[str, Any]:
+    """Sorts a trace's events into the fields of `RankTrace`."""
+    steps, forwards, loads, operators, kernels = [], [], [], [], []
+    collectives: list[TraceSpan] = []
+    gpu_steps, enqueued, memory = [], [], []
+    for event in events:
+        name, category = str(event.get("name", "")), event.get("cat", "")
+        if event.get("ph") == "i" and name == "[memory]":
+            memory.append(_memory_sample(event, shift_s))
+        if event.get("ph") != "X":
+            continue
+        start_s = shift_s + float(event["ts"]) * 1e-6
+        span = TraceSpan(name, start_s, start_s + float(event["dur"]) * 1e-6)
+        arguments = event.get("args", {})
+        if category in ("user_annotation", "gpu_user_annotation"):
+            if match := _STEP.fullmatch(name):
+                of_device = gpu_steps if category.startswith("gpu") else steps
+                of_device.append(span._replace(name=match[1]))
+            elif category.startswith("gpu"):
+                continue
+            elif name.startswith(_CPU_BACKENDS):
+                collectives.append(_collective(span, name.partition(":")[2], arguments))
+            elif name == "DistributedDataParallel.forward":
+                forwards.append(span)
+            elif name.startswith("enumerate(DataLoader)"):
+                loads.append(span._replace(name=LOADER))
+        elif category in _GPU_WORK:
+            if name.lower().startswith("nccl"):
+                kind = arguments.get("Collective name") or name.split("_")[1]
+                collectives.append(_collective(span, kind, arguments))
+            else:
+                kernels.append(span)
+        elif category == "cpu_op":
+            if name.startswith("c10d::"):
+                enqueued.append(_collective(span, name[6:], {}))
+            elif name != "record_param_comms":
+                num_bytes = _input_bytes(arguments)
+                operators.append(span._replace(name=name.removeprefix(_AUTOGRAD))._replace(
+                    num_bytes=num_bytes))  # fmt: skip
+    collectives.sort(key=lambda span: span.start_s)
+    lane = _flatten([*(kernels or operators), *loads])
+    return {
+        "steps": _steps(gpu_steps if kernels and gpu_steps else steps, forwards, lane, collectives),
+        "lane": tuple(lane),
+        "collectives": tuple(collectives),
+        "enqueued_s": tuple(_enqueue_times(collectives, [] if kernels else enqueued)),
+        "memory": tuple(sorted(memory)),
+    }
+
+
+def _collective(span: TraceSpan, kind: str, arguments: dict[str, Any]) -> TraceSpan:
+    letters = re.sub("[^a-z]", "", kind.lower())
+    name = next((known for known in _COLLECTIVES if known in letters), letters)
+    num_bytes = _input_bytes(arguments)
+    if "In msg nelems" in arguments:
+        element_bytes = _ELEMENT_BYTES.get(str(arguments.get("dtype", "")).lower(), 4)
+        num_bytes = int(arguments["In msg nelems"]) * element_bytes
+    return span._replace(name=name, num_bytes=num_bytes)
+
+
+def _input_bytes(arguments: dict[str, Any]) -> int | None:
+    """Bytes of the first input, a tensor or a list of tensors; None without recorded shapes."""
+    shapes = arguments.get("Input Dims") or []
+    if not shapes or not shapes[0]:
+        return None
+    types = arguments.get("Input type") or ["float"]
+    return _count(shapes[0]) * _ELEMENT_BYTES.get(str(types[0]).lower(), 4)
+
+
+def _count(shape: list[Any]) -> int:
+    if shape and isinstance(shape[0], list):
+        return sum(map(_count, shape))
+    count = 1
+    for size in shape:
+        count *= int(size)
+    return count
+
+
+def _memory_sample(event: dict[str, Any], shift_s: float) -> MemorySample:
+    about = event["args"]
+    index = int(about.get("Device Id", -1))
+    # Device type 0 is the CPU in PyTorch's numbering.
+    device = "cpu" if int(about.get("Device Type", 0)) == 0 else f"cuda:{max(index, 0)}"
+    return MemorySample(shift_s + float(event["ts"]) * 1e-6, device, int(about["Total Allocated"]))
+
+
+def _flatten(spans: Iterable[TraceSpan]) -> list[TraceSpan]:
+    """Outermost spans in order; one that begins within another keeps only what sticks out."""
+    lane: list[TraceSpan] = []
+    end_s = float("-inf")
+    for span in sorted(spans, key=lambda span: (span.start_s, -span.end_s)):
+        if span.end_s > end_s:
+            lane.append(span._replace(start_s=max(span.start_s, end_s)))
+            end_s = span.end_s
+    return lane
+
+
+def _steps(
+    marks: list[TraceSpan],
+    forwards: list[TraceSpan],
+    lane: list[TraceSpan],
+    collectives: list[TraceSpan],
+) -> tuple[TraceSpan, ...]:
+    """Steps by the profiler's marks, else from one DDP forward to the next, else one step."""
+    if marks:
+        return tuple(sorted(marks, key=lambda span: span.start_s))
+    spans = [*lane, *collectives]
+    if not spans:
+        return ()
+    first_s, last_s = min(s.start_s for s in spans), max(s.end_s for s in spans)
+    starts = sorted(span.start_s for span in forwards) or [first_s]
+    return tuple(
+        TraceSpan(str(number), start_s, end_s)
+        for number, (start_s, end_s) in enumerate(zip(starts, [*starts[1:], last_s], strict=True))
+    )
+
+
+def _enqueue_times(collectives: list[TraceSpan], enqueued: list[TraceSpan]) -> list[float]:
+    """When each collective was enqueued: its call's start if calls match, else its own start."""
+    times = [span.start_s for span in collectives]
+    for kind in {span.name for span in collectives}:
+        places = [i for i, span in enumerate(collectives) if span.name == kind]
+        calls = sorted(span.start_s for span in enqueued if span.name == kind)
+        if len(calls) == len(places):
+            for i, call_s in zip(places, calls, strict=True):
+                times[i] = min(call_s, times[i])
+    return times
