@@ -1,7 +1,7 @@
-"""Sums of many ranges of one array by prefix sums: the placeholder of a new package."""
+"""Trains on unequal devices together: slow ranks lower the operators that cost the gradient least."""
 
-import importlib
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 import shared
 
@@ -15,14 +15,60 @@ if getattr(shared, "__project__", None) != "meshyard":
         "`pip install --force-reinstall --no-deps ./shared`."
     )
 
+if TYPE_CHECKING:
+    from qsync.diagnosis.diagnose import diagnose
+    from qsync.planner.allocator import recover_precision
+    from qsync.planner.cost_mapper import CostMapper
+    from qsync.planner.graph import Graph, Op
+    from qsync.planner.plan import Plan
+    from qsync.planner.replayer import bucket_ends
+    from qsync.profiler.indicator import sensitivity
+    from qsync.profiler.noise import forward_noise
+    from qsync.runtime.apply import apply
+    from qsync.runtime.products import linear
+    from qsync.runtime.quantizers import fake_quantize
+    from qsync.summing.ranges import range_sums
+    from qsync.summing.registry import METHODS
+
+__all__ = [
+    "METHODS",
+    "CostMapper",
+    "Graph",
+    "Op",
+    "Plan",
+    "apply",
+    "bucket_ends",
+    "diagnose",
+    "fake_quantize",
+    "forward_noise",
+    "linear",
+    "range_sums",
+    "recover_precision",
+    "sensitivity",
+]
+
 __version__ = "0.1.0"
 
-# Public name -> its module, imported at first use so that `qsync --help` stays fast.
-_HOME = {"METHODS": "qsync.summing.registry", "range_sums": "qsync.summing.ranges"}
-__all__ = ["METHODS", "__version__", "range_sums"]
+# Module -> its public names, imported at first use so that `qsync --help` stays fast.
+_HOMES = {
+    "diagnosis.diagnose": ("diagnose",),
+    "planner.allocator": ("recover_precision",),
+    "planner.cost_mapper": ("CostMapper",),
+    "planner.graph": ("Graph", "Op"),
+    "planner.plan": ("Plan",),
+    "planner.replayer": ("bucket_ends",),
+    "profiler.indicator": ("sensitivity",),
+    "profiler.noise": ("forward_noise",),
+    "runtime.apply": ("apply",),
+    "runtime.products": ("linear",),
+    "runtime.quantizers": ("fake_quantize",),
+    "summing.ranges": ("range_sums",),
+    "summing.registry": ("METHODS",),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'qsync' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME[name]), name)
+    if name in _HOME_OF:
+        return getattr(import_module(f"qsync.{_HOME_OF[name]}"), name)
+    raise AttributeError(f"module 'qsync' has no attribute {name!r}")

@@ -119,15 +119,18 @@ class _Recovery:
 
     def raise_greedily(self) -> None:
         """Raises by noise removed per second until no raise fits that was looked at."""
-        heap = [self._offer(i, target) for i in range(len(self.levels)) for target in self._above(i)]
+        heap = [
+            self._offer(i, target) for i in range(len(self.levels)) for target in self._above(i)
+        ]
         heapify(heap)
         while heap:
             _, _, i, base, target = heappop(heap)
             # Raises from an earlier level were offered anew from the present one.
-            if base == self.levels[i] and self._gain(i, target) > 0:
-                if self._try({i: target}) <= 0:
-                    for higher in self._above(i):
-                        heappush(heap, self._offer(i, higher))
+            if base != self.levels[i] or self._gain(i, target) <= 0:
+                continue
+            if self._try({i: target}) <= 0:
+                for higher in self._above(i):
+                    heappush(heap, self._offer(i, higher))
 
     def exchange(self) -> None:
         """Raises operators that do not fit for the lowering of others that matter less."""

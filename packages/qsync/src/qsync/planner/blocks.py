@@ -36,7 +36,7 @@ def split_blocks(graph: Graph) -> list[list[int]]:
     last_use = -1  # of the outputs of all operators before the present one
     for i, consumers in enumerate(graph.consumers):
         blocks[-1].append(i)
-        if last_use <= i and i < len(graph.ops) - 1:
+        if last_use <= i < len(graph.ops) - 1:
             blocks.append([])
         last_use = max([last_use, *consumers])
     return blocks
@@ -115,7 +115,7 @@ def fit_memory(
             raise Infeasible(
                 f"memory: expected precisions that fit in {format_bytes(limit_bytes)}, got "
                 f"{format_bytes(used)} at the least, {format_bytes(used - limit_bytes)} too much; "
-                "take smaller batches, or recompute the blocks that keep most: "
+                "take smaller batches, or recompute the blocks that keep most"
             )
         for name in best[1]:
             mapper.set(name, best[2])

@@ -52,14 +52,18 @@ def _describe_rank(name: str, entry: Any, num_operators: int) -> list[str]:
         return [f"{name}{device}: all {num_operators} operators stay in float32{_idle(entry)}."]
     counts = Counter(entry.lowered.values())
     shares = ", ".join(f"{counts[p]} in {p}" for p in PRECISIONS if p in counts)
-    lines = [f"{name}{device}: {len(entry.lowered)} of {num_operators} operators are lowered: {shares}{_idle(entry)}."]
+    lines = [
+        f"{name}{device}: {len(entry.lowered)} of {num_operators} operators are lowered: {shares}{_idle(entry)}."
+    ]
     for precision in counts:
         names = [each for each, own in entry.lowered.items() if own == precision]
         more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
         lines.append(f"  {precision}: {', '.join(names[:_MAX_NAMES])}{more}")
     if entry.noise is not None:
         casts = "" if entry.num_casts is None else f"; {entry.num_casts} casts a step"
-        lines.append(f"  relative gradient error {sqrt(entry.noise):.2%} (noise {entry.noise:.3g}){casts}")
+        lines.append(
+            f"  relative gradient error {sqrt(entry.noise):.2%} (noise {entry.noise:.3g}){casts}"
+        )
     for denied in entry.denied:
         error = sqrt(max((entry.noise or 0.0) - denied.noise_removed, 0.0))
         lines.append(

@@ -114,7 +114,9 @@ class Graph:
             path = paths.pop()
             if path[-1] == i:
                 cycle = " reads ".join(repr(self.ops[j].name) for j in path)
-                raise DataError(f"operators read one another in a cycle: {cycle}; drop one of these")
+                raise DataError(
+                    f"operators read one another in a cycle: {cycle}; drop one of these"
+                )
             if path[-1] not in visited:
                 visited.add(path[-1])
                 paths += [[*path, source] for source in self.inputs[path[-1]]]

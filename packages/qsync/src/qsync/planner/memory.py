@@ -58,7 +58,7 @@ def count_saved_bytes(tensors: Iterable[SavedTensor], precision: Callable[[str],
     sizes: dict[tuple[str, ...], int] = {}
     for tensor in tensors:
         own = precision(tensor.op)
-        stored = PRECISIONS[own].num_bytes * tensor.numel
+        stored = PRECISIONS[own].bits // 8 * tensor.numel
         if own in ("int8", "fp8"):
             stored += _SCALE_BYTES * tensor.num_scales
         if tensor.role == "constant":
@@ -67,7 +67,7 @@ def count_saved_bytes(tensors: Iterable[SavedTensor], precision: Callable[[str],
             if own != HIGHEST:
                 sizes["weight", tensor.source, tensor.op] = stored
         elif tensor.role == "result":
-            sizes["as it is", tensor.source] = PRECISIONS[OUTPUTS[own]].num_bytes * tensor.numel
+            sizes["as it is", tensor.source] = PRECISIONS[OUTPUTS[own]].bits // 8 * tensor.numel
         elif own == OUTPUTS[precision(tensor.source)]:
             sizes["as it is", tensor.source] = stored
         else:

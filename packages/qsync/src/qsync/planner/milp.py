@@ -107,7 +107,7 @@ def solve(
     chosen = None
     if result.x is not None:
         chosen = {
-            graph.ops[i].name: max(columns[i], key=lambda p: result.x[columns[i][p]])  # noqa: B023
+            graph.ops[i].name: max(columns[i], key=lambda p: result.x[columns[i][p]])
             for i in graph.linears
         }
     return MilpResult(

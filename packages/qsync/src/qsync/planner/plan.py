@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qsync.planner.explanation import explain
-from qsync.planner.operators import describe_operators
 from qsync.precisions import HIGHEST, check_precision
 from shared.errors import ConfigError, DataError
 from shared.files import read_json, write_atomically
@@ -20,7 +19,7 @@ from shared.files import read_json, write_atomically
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["DeniedRaise", "Plan", "RankPlan"]
+__all__ = ["DeniedRaise", "Plan", "RankPlan", "describe_operators"]
 
 _FORMAT = 1
 
@@ -218,11 +217,41 @@ class Plan:
         return plan
 
 
+def describe_operators(model: nn.Module) -> dict[str, str]:
+    """Describes the kind and the weight's shape of each operator, as in "Linear 384x1536".
+
+    A model to which a plan was applied has the same description as before.
+
+    Raises:
+        ConfigError: the model has no operators.
+    """
+    from qsync.runtime.modules import list_operators
+
+    operators = {}
+    for name, module in list_operators(model).items():
+        kind = type(module).__name__.removeprefix("Lowered")
+        weight = getattr(module, "weight", None)
+        shape = "" if weight is None else f" {'x'.join(map(str, weight.shape))}"
+        operators[name] = kind + shape
+    if not operators:
+        raise ConfigError(
+            "model: expected linear layers, convolutions or embeddings, got a "
+            f"{type(model).__name__} without any; there is nothing to lower"
+        )
+    return operators
+
+
 def _check_operator(name: str, operators: Mapping[str, Any]) -> None:
     if name not in operators:
         near = get_close_matches(name, operators, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else "; name a linear layer, convolution or embedding"
-        raise ConfigError(f"operator: expected one of the plan's {len(operators)}, got {name!r}{hint}")
+        hint = (
+            f"; did you mean {near[0]!r}?"
+            if near
+            else "; name a linear layer, convolution or embedding"
+        )
+        raise ConfigError(
+            f"operator: expected one of the plan's {len(operators)}, got {name!r}{hint}"
+        )
 
 
 def _current_rank() -> int:

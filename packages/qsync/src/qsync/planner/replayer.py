@@ -39,7 +39,7 @@ class RankSeconds:
     @property
     def compute_s(self) -> float:
         """Seconds of a step without waiting and transfer."""
-        return float(self.begin_s + np.sum(self.forward_s) + np.sum(self.backward_s))
+        return float(np.cumsum(_list_seconds(self))[-1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
