@@ -23,7 +23,9 @@ __all__ = ["recover_precision"]
 
 # Exchanges tried for one raise, each with more room than the one before.
 _MAX_TRIES = 4
-_MAX_ROUNDS = 4
+_MAX_ROUNDS = 6
+# Share of the noise that a round must remove for another one to follow.
+_LEAST_IMPROVEMENT = 0.002
 
 
 def recover_precision(
@@ -68,11 +70,12 @@ def recover_precision(
     if recovery.step_s <= limit_s and not recovery.reach_top():
         recovery.price_raises()
         for _ in range(_MAX_ROUNDS):
-            before = recovery.levels
+            before = recovery.total_noise
             recovery.raise_greedily()
             recovery.exchange()
-            if recovery.levels == before:
+            if recovery.total_noise >= before * (1 - _LEAST_IMPROVEMENT):
                 break
+            recovery.update_prices()
     return recovery.levels
 
 
@@ -90,6 +93,10 @@ class _Recovery:
         self._start, self._step_of = list(levels), step_of
         self.step_s = float(step_of(list(levels)))
         self.price_s = np.zeros_like(noise)
+
+    @property
+    def total_noise(self) -> float:
+        return float(self.noise[np.arange(len(self.levels)), self.levels].sum())
 
     def reach_top(self) -> bool:
         """Takes every operator's highest level if that fits."""
@@ -116,6 +123,18 @@ class _Recovery:
             down -= down[first]
             # Seconds that another rank's slack hides at the start show at the top.
             self.price_s[i] = np.maximum(down, (up + down) / 2) if np.isfinite(self._top_s) else up
+
+    def update_prices(self) -> None:
+        """Measures prices at the present levels, whose neighbours may have changed."""
+        for i, now in enumerate(self.levels):
+            trial, price_s = list(self.levels), self.price_s[i] - self.price_s[i, now]
+            for level in range(self._start[i], self.noise.shape[1]):
+                trial[i] = level
+                added_s = self._step_of(list(trial)) - self.step_s
+                # A step that stays is another rank's: the seconds saved are hidden behind it.
+                if level > now or added_s != 0:
+                    price_s[level] = added_s
+            self.price_s[i] = price_s
 
     def raise_greedily(self) -> None:
         """Raises by noise removed per second until no raise fits that was looked at."""

@@ -202,16 +202,16 @@ class Plan:
             if unknown := tree.keys() - kept - {"format", "fingerprint"}:
                 raise ValueError(f"unknown keys {sorted(unknown)}")
             plan = cls(**{name: tree[name] for name in kept})
-            fingerprint = plan.fingerprint()
+            recorded, fingerprint = tree["fingerprint"], plan.fingerprint()
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise DataError(
                 f"{path}: expected a plan of format {_FORMAT} as Plan.save writes it, got "
                 f"{type(error).__name__}: {error}; make the plan again"
             ) from error
-        if tree["fingerprint"] != fingerprint:
+        if recorded != fingerprint:
             raise DataError(
                 f"{path}: expected the fingerprint {fingerprint} of its content, got "
-                f"{tree['fingerprint']}: the plan was edited; make it again, or use Plan.uniform with "
+                f"{recorded}: the plan was edited; make it again, or use Plan.uniform with "
                 "overrides"
             )
         return plan

@@ -138,7 +138,7 @@ def allocate(
     fastest = min(by_costs.values(), key=lambda state: (not state.fits(), state.float32_s))
     for state in by_costs.values():
         # Without a target, nobody needs to be faster than the fastest rank is in float32.
-        if target_s is not None or state is not fastest or len(by_costs) == 1 or not state.fits():
+        if target_s is not None or state is not fastest or len(ranks) == 1 or not state.fits():
             state.start(allowed)
     start_s = replay.run([state.seconds() for state in states]).step_s
     limit_s = start_s * (1 + _TOLERANCE) if target_s is None else max(target_s, start_s)
