@@ -8,7 +8,7 @@ from qsync import CostMapper
 from qsync.planner.blocks import Infeasible
 from qsync.planner.memory import SavedTensor
 from qsync.planner.ranks import RankCosts, allocate, read_target_s
-from qsync.planner.replayer import Buckets, RankSeconds, StepReplay
+from qsync.planner.replayer import GradientBuckets, RankSeconds, StepReplay
 from shared.errors import ConfigError
 
 ALLOWED = ("fp32", "bf16", "int8")
@@ -33,7 +33,9 @@ def problem(num_ops=24, seed=0):
     names = [op.name for op in graph.ops]
     errors = random.lognormal(-8, 1.5, num_ops).tolist()
     noise = {n: {"int8": 3 * e, "bf16": e} for n, e in zip(names, errors, strict=True)}
-    buckets = Buckets(ops=[names[num_ops // 2 :], names[: num_ops // 2]], transfer_s=[0.1, 0.1])
+    buckets = GradientBuckets(
+        ops=[names[num_ops // 2 :], names[: num_ops // 2]], transfer_s=[0.1, 0.1]
+    )
     return graph, noise, buckets, dict.fromkeys(names, "Linear 2x1")
 
 

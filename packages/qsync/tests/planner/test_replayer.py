@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from planner_graphs import chain
 
 from qsync import bucket_ends
-from qsync.planner.replayer import Buckets, RankSeconds, StepReplay
+from qsync.planner.replayer import GradientBuckets, RankSeconds, StepReplay
 from shared.errors import DataError
 
 SECONDS = st.floats(0, 10)
@@ -53,7 +53,7 @@ def test_unlike_or_invalid_buckets_are_refused(ready, transfer, message):
 
 
 def test_step_of_two_ranks_by_hand():
-    replay = StepReplay(chain(2), Buckets(ops=[["fc1"], ["fc0"]], transfer_s=[2.0, 1.0]), 2)
+    replay = StepReplay(chain(2), GradientBuckets(ops=[["fc1"], ["fc0"]], transfer_s=[2.0, 1.0]), 2)
     fast = RankSeconds(forward_s=[1.0, 1.0], backward_s=[2.0, 2.0], begin_s=0.5)
     slow = RankSeconds(forward_s=[2.0, 2.0], backward_s=[3.0, 3.0], begin_s=0.0)
     step = replay.run([fast, slow])
@@ -74,7 +74,9 @@ def test_fast_form_equals_the_replay_to_the_bit(data, num_ops, num_ranks):
     cut = data.draw(st.integers(0, num_ops))
     names = [f"fc{i}" for i in reversed(range(num_ops))]
     ops = [part for part in (names[:cut], names[cut:]) if part]
-    replay = StepReplay(chain(num_ops), Buckets(ops=ops, transfer_s=[0.7] * len(ops)), num_ranks)
+    replay = StepReplay(
+        chain(num_ops), GradientBuckets(ops=ops, transfer_s=[0.7] * len(ops)), num_ranks
+    )
     times = st.lists(SECONDS, min_size=num_ops, max_size=num_ops)
     ranks = [
         RankSeconds(
@@ -91,7 +93,7 @@ def test_fast_form_equals_the_replay_to_the_bit(data, num_ops, num_ranks):
 
 
 def test_one_rank_computes_without_waiting():
-    replay = StepReplay(chain(3), Buckets())
+    replay = StepReplay(chain(3), GradientBuckets())
     rank = RankSeconds(forward_s=[1.0, 2.0, 3.0], backward_s=[1.0, 1.0, 1.0], begin_s=0.5)
     step = replay.run([rank])
     assert (step.step_s, step.idle_s, step.wait_s) == (9.5, (0.0,), (0.0,))
@@ -99,19 +101,19 @@ def test_one_rank_computes_without_waiting():
 
 def test_all_reduces_overlap_with_computing():
     """A transfer shorter than the rest of the backward pass adds nothing but the last bucket's."""
-    replay = StepReplay(chain(2), Buckets(ops=[["fc1"], ["fc0"]], transfer_s=[2.9, 0.25]))
+    replay = StepReplay(chain(2), GradientBuckets(ops=[["fc1"], ["fc0"]], transfer_s=[2.9, 0.25]))
     rank = RankSeconds(forward_s=[1.0, 1.0], backward_s=[3.0, 3.0])
     assert replay.run([rank]).step_s == 8.25
 
 
 def test_replay_is_built_for_its_ranks_and_operators():
     rank = RankSeconds(forward_s=[1.0], backward_s=[1.0])
-    replay = StepReplay(chain(1), Buckets(), 2)
+    replay = StepReplay(chain(1), GradientBuckets(), 2)
     with pytest.raises(DataError, match="expected seconds of 2 ranks, got 1"):
         replay.run([rank])
     with pytest.raises(DataError, match="one duration for each"):
         replay.run([rank, RankSeconds(forward_s=np.ones(2), backward_s=np.ones(2))])
     with pytest.raises(DataError, match="got 'fc7'"):
-        StepReplay(chain(1), Buckets(ops=[["fc7"]], transfer_s=[1.0]))
+        StepReplay(chain(1), GradientBuckets(ops=[["fc7"]], transfer_s=[1.0]))
     with pytest.raises(DataError, match="got 1 buckets and 0 times"):
-        Buckets(ops=[["fc0"]], transfer_s=[])
+        GradientBuckets(ops=[["fc0"]], transfer_s=[])

@@ -79,7 +79,7 @@ def choose_fastest(mapper: CostMapper, precisions: Sequence[str]) -> None:
 def fit_memory(
     mapper: CostMapper,
     precisions: Sequence[str],
-    count_bytes: Callable[[], int],
+    count_bytes: Callable[[], float],
     limit_bytes: float,
 ) -> None:
     """Lowers operators by seconds added per byte saved until a rank's step fits in its memory.

@@ -16,10 +16,13 @@ from qsync.planner.graph import Graph, Op
 from qsync.precisions import HIGHEST, PRECISIONS, check_precision
 from shared.errors import ConfigError, DataError
 
-__all__ = ["OUTPUTS", "CostMapper", "follow_inputs"]
+__all__ = ["OUTPUTS", "Casts", "CostMapper", "follow_inputs"]
 
 OUTPUTS = {name: name for name in PRECISIONS} | {"int8": HIGHEST, "fp8": "bf16"}
 """Precision of an operator's output by the precision that it computes in."""
+
+Casts = set[tuple[str, str, str]]
+"""Casts of a step as (pass, from, to)."""
 
 
 def follow_inputs(precisions: Iterable[str]) -> str:
@@ -144,14 +147,15 @@ class CostMapper:
         self._restore(changes)
         return self._price(changes)
 
-    def casts(self) -> set[tuple[str, str, str]]:
+    def casts(self) -> Casts:
         """Returns all casts of a step.
 
         Returns:
             (pass, from, to): "forward" from a producer to its consumer, "weight" with the operator
             named twice, "backward" from a consumer to its producer.
         """
-        ops, casts = self.graph.ops, set()
+        ops = self.graph.ops
+        casts: Casts = set()
         for i, op in enumerate(ops):
             if self._casts_weight(i):
                 casts.add(("weight", op.name, op.name))

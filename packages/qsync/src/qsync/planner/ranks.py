@@ -19,7 +19,7 @@ from qsync.planner.cost_mapper import CostMapper
 from qsync.planner.graph import Graph, Op
 from qsync.planner.memory import SavedTensor, count_saved_bytes
 from qsync.planner.plan import DeniedRaise, Plan, RankPlan
-from qsync.planner.replayer import Buckets, RankSeconds, StepReplay
+from qsync.planner.replayer import GradientBuckets, RankSeconds, StepReplay
 from qsync.precisions import HIGHEST, sort_precisions
 from shared.errors import ConfigError
 
@@ -106,7 +106,7 @@ def allocate(
     *,
     precisions: Sequence[str],
     operators: Mapping[str, str],
-    buckets: Buckets | None = None,
+    buckets: GradientBuckets | None = None,
     saved: Sequence[SavedTensor] = (),
     target_time: str | float | None = None,
     notes: Sequence[str] = (),
@@ -129,7 +129,7 @@ def allocate(
         Infeasible: no precisions fit in a rank's memory.
     """
     allowed = sort_precisions([*precisions, HIGHEST])
-    replay = StepReplay(graph, buckets or Buckets(), len(ranks))
+    replay = StepReplay(graph, buckets or GradientBuckets(), len(ranks))
     by_costs = {costs: _RankState(graph, costs, saved, replay) for costs in dict.fromkeys(ranks)}
     states = [by_costs[costs] for costs in ranks]
     table = _table_noise(by_costs[ranks[0]].names, noise, allowed)

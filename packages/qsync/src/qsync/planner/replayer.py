@@ -20,7 +20,7 @@ from qsync.planner.graph import Graph
 from shared.errors import DataError
 from shared.topology import Operation, Replay, Timeline
 
-__all__ = ["Buckets", "RankSeconds", "ReplayedStep", "StepReplay", "bucket_ends"]
+__all__ = ["GradientBuckets", "RankSeconds", "ReplayedStep", "StepReplay", "bucket_ends"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +43,7 @@ class RankSeconds:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Buckets:
+class GradientBuckets:
     """Gradient buckets in the order in which they are all-reduced.
 
     Attributes:
@@ -135,7 +135,7 @@ class StepReplay:
         DataError: a bucket holds an unknown operator.
     """
 
-    def __init__(self, graph: Graph, buckets: Buckets, num_ranks: int = 1) -> None:
+    def __init__(self, graph: Graph, buckets: GradientBuckets, num_ranks: int = 1) -> None:
         self.buckets, self.num_ranks = buckets, num_ranks
         # A bucket is filled once the operator that runs first in the forward pass has its gradient.
         self._firsts = [min(map(graph.position, names)) for names in buckets.ops]
