@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from planner_graphs import cast_s, count_cost, graphs, kernel_s
 
+from qsync import Graph, Op
 from qsync.planner.milp import solve
 
 ALLOWED = ["int8", "bf16", "fp16", "fp32"]
@@ -34,6 +35,35 @@ def test_highs_finds_the_least_noise_of_all_combinations(graph, share, data):
     assert result.noise == pytest.approx(best, rel=1e-3, abs=1e-5)
     assert count_cost(graph, result.precisions)[1] <= limit_s + 1e-5
     assert names == list(result.precisions)[: len(names)]
+
+
+def test_dependent_operator_cannot_stay_where_it_would_be_faster():
+    """It follows two bf16 inputs although that takes it 10 s, so that one of them stays float32."""
+    ops = [
+        Op("a", "linear"),
+        Op("b", "linear"),
+        Op("add", "dependent", inputs=("a", "b")),
+    ]
+    seconds = {("a", "fp32"): 2.0, ("b", "fp32"): 2.5, ("add", "bf16"): 10.0}
+    result = solve(
+        Graph(ops),
+        {"a": {"bf16": 1.0}, "b": {"bf16": 1.0}},
+        precisions=["bf16", "fp32"],
+        kernel_s=lambda op, precision: seconds.get((op.name, precision), 1.0),
+        cast_s=lambda source, target, numel: 0.0,
+        limit_s=4.2,
+    )
+    assert result.precisions == {"a": "fp32", "b": "bf16"}
+    assert result.noise == pytest.approx(1.0)
+    both_low = solve(
+        Graph(ops),
+        {"a": {"bf16": 1.0}, "b": {"bf16": 1.0}},
+        precisions=["bf16", "fp32"],
+        kernel_s=lambda op, precision: seconds.get((op.name, precision), 1.0),
+        cast_s=lambda source, target, numel: 0.0,
+        limit_s=3.9,
+    )
+    assert both_low.precisions is None
 
 
 @given(graph=graphs(max_ops=4))

@@ -102,6 +102,13 @@ def test_target_that_is_out_of_reach_gives_the_fastest_plan():
     assert "is not met" in plan.explain()
 
 
+def test_rank_with_slack_recovers_even_if_the_target_is_out_of_reach():
+    plan = plan_for([costs(1.0, FLOAT32_ONLY), costs(1.3)], target_time="0.01x")
+    assert not plan.is_target_met
+    assert not plan.ranks[0].lowered
+    assert len(plan.ranks[1].lowered) < 24
+
+
 def test_target_in_seconds_equals_the_share():
     ranks = [costs(1.0)]
     plan = plan_for(ranks, target_time="0.7x")

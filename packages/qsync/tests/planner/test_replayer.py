@@ -99,6 +99,18 @@ def test_one_rank_computes_without_waiting():
     assert (step.step_s, step.idle_s, step.wait_s) == (9.5, (0.0,), (0.0,))
 
 
+def test_bucket_is_filled_by_the_operator_that_runs_first_forward():
+    """Gradients come in reverse order: the bucket of fc0 and fc2 waits for fc0's."""
+    replay = StepReplay(
+        chain(3), GradientBuckets(ops=[["fc1"], ["fc2", "fc0"]], transfer_s=[1.0, 1.0])
+    )
+    rank = RankSeconds(forward_s=[1.0, 1.0, 1.0], backward_s=[8.0, 4.0, 2.0])
+    assert replay.ready_s(rank).tolist() == [9.0, 17.0]
+    step = replay.run([rank])
+    assert step.timeline.span_s(("all-reduce", 0)) == (9.0, 10.0)
+    assert step.timeline.span_s(("all-reduce", 1)) == (17.0, 18.0)
+
+
 def test_all_reduces_overlap_with_computing():
     """A transfer shorter than the rest of the backward pass adds nothing but the last bucket's."""
     replay = StepReplay(chain(2), GradientBuckets(ops=[["fc1"], ["fc0"]], transfer_s=[2.9, 0.25]))
