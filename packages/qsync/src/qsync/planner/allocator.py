@@ -108,21 +108,26 @@ class _Recovery:
 
     def price_raises(self) -> None:
         """Estimates each level's seconds over the start's, operator by operator."""
-        num_levels = self.noise.shape[1]
-        low, high = list(self._start), [num_levels - 1] * len(self._start)
-        for i, first in enumerate(self._start):
-            up, down = np.zeros(num_levels), np.zeros(num_levels)
-            for level in range(first, num_levels):
-                if level > first:
-                    low[i] = level
-                    up[level] = self._step_of(list(low)) - self.step_s
-                if level < num_levels - 1 and np.isfinite(self._top_s):
-                    high[i] = level
-                    down[level] = self._step_of(list(high)) - self._top_s
-            low[i], high[i] = first, num_levels - 1
-            down -= down[first]
+        # One end after the other: steps in a row differ by few operators, which keeps them cheap.
+        up = self._price_from(self.levels, self.step_s)
+        self.price_s = up
+        if np.isfinite(self._top_s):
+            top = [self.noise.shape[1] - 1] * len(self.levels)
             # Seconds that another rank's slack hides at the start show at the top.
-            self.price_s[i] = np.maximum(down, (up + down) / 2) if np.isfinite(self._top_s) else up
+            down = self._price_from(top, self._top_s)
+            self.price_s = np.maximum(down, (up + down) / 2)
+
+    def _price_from(self, base: list[int], base_s: float) -> Float[np.ndarray, "ops levels"]:
+        """Seconds of each level over the start's while the other operators stay at a base."""
+        price_s = np.zeros_like(self.noise)
+        for i, first in enumerate(self._start):
+            trial = list(base)
+            for level in range(first, self.noise.shape[1]):
+                if level != base[i]:
+                    trial[i] = level
+                    price_s[i, level] = self._step_of(list(trial)) - base_s
+            price_s[i] -= price_s[i, first]
+        return price_s
 
     def update_prices(self) -> None:
         """Measures prices at the present levels, whose neighbours may have changed."""

@@ -54,10 +54,8 @@ class RankCosts:
 class _RankState:
     """One rank's mapper, with what the others must know of it."""
 
-    def __init__(
-        self, graph: Graph, costs: RankCosts, saved: Sequence[SavedTensor], replay: StepReplay
-    ) -> None:
-        self.costs, self._saved, self._replay = costs, saved, replay
+    def __init__(self, graph: Graph, costs: RankCosts, saved: Sequence[SavedTensor]) -> None:
+        self.costs, self._saved = costs, saved
         self.mapper = CostMapper(
             graph,
             kernel_s=costs.kernel_s,
@@ -130,7 +128,7 @@ def allocate(
     """
     allowed = sort_precisions([*precisions, HIGHEST])
     replay = StepReplay(graph, buckets or GradientBuckets(), len(ranks))
-    by_costs = {costs: _RankState(graph, costs, saved, replay) for costs in dict.fromkeys(ranks)}
+    by_costs = {costs: _RankState(graph, costs, saved) for costs in dict.fromkeys(ranks)}
     states = [by_costs[costs] for costs in ranks]
     table = _table_noise(by_costs[ranks[0]].names, noise, allowed)
     float32_s = replay.run([state.seconds() for state in states]).step_s
@@ -223,17 +221,18 @@ def _bind_step(
     Computing never waits for an all-reduce within a step, so that the other ranks' readiness is
     computed once.
     """
-    others = [other.seconds() for other in dict.fromkeys(states) if other is not state]
-    ready = [replay.ready_s(seconds) for seconds in others]
-    others_s = max((seconds.compute_s for seconds in others), default=0.0)
+    others = [other for other in dict.fromkeys(states) if other is not state]
+    ready = [replay.ready_s(other.seconds()) for other in others]
+    chosen = [allowed.index(precision) for precision in state.chosen()]
 
     def step_s(levels: list[int]) -> float:
-        state.choose([allowed[level] for level in levels])
+        for i, level in enumerate(levels):
+            if level != chosen[i]:
+                state.mapper.set(state.names[i], allowed[level])
+                chosen[i] = level
         if not state.fits():
             return inf
-        seconds = state.seconds()
-        compute_s = max(others_s, seconds.compute_s)
-        return replay.step_s([*ready, replay.ready_s(seconds)], compute_s)
+        return replay.step_s([*ready, replay.ready_s(state.seconds())])
 
     return step_s
 

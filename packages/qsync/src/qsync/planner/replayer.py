@@ -32,8 +32,8 @@ class RankSeconds:
         begin_s: optimizer, data and whatever else precedes the forward pass.
     """
 
-    forward_s: Sequence[float]
-    backward_s: Sequence[float]
+    forward_s: Sequence[float] | np.ndarray
+    backward_s: Sequence[float] | np.ndarray
     begin_s: float = 0.0
 
     @property
@@ -178,29 +178,30 @@ class StepReplay:
             timeline=timeline,
         )
 
-    def ready_s(self, rank: RankSeconds) -> Float[np.ndarray, " buckets"]:
-        """Computes when a rank's buckets are filled: computing never waits for an all-reduce."""
-        ends = np.cumsum(_list_seconds(rank))
-        return ends[[-1 - first for first in self._firsts]]
+    def ready_s(self, rank: RankSeconds) -> Float[np.ndarray, " buckets_and_end"]:
+        """Computes when a rank fills each bucket and, last, when it has computed everything.
 
-    def step_s(self, ready_s: Sequence[Any] | np.ndarray, compute_s: float) -> float:
+        Computing never waits for an all-reduce.
+        """
+        return np.cumsum(_list_seconds(rank))[[*(-1 - first for first in self._firsts), -1]]
+
+    def step_s(self, ready_s: Sequence[Any] | np.ndarray) -> float:
         """Computes a step's seconds as `run` does, without a timeline.
 
         Args:
-            ready_s: [rank][bucket], as `ready_s` gives them.
-            compute_s: the longest computing time of a rank.
+            ready_s: [rank][bucket and end], as `ready_s` gives them.
         """
-        if not self._firsts:
-            return compute_s
-        return max(compute_s, bucket_ends(ready_s, self.buckets.transfer_s)[-1])
+        ready = np.asarray(ready_s)
+        ends_s = bucket_ends(ready[:, :-1], self.buckets.transfer_s)
+        return max([float(ready[:, -1].max()), *ends_s[-1:]])
 
     def _wait_s(self, ready_s: Sequence[np.ndarray], rank: int) -> float:
         """How much sooner the last all-reduce would end if the others were as early as this rank."""
         if not self._firsts:
             return 0.0
         transfer_s = self.buckets.transfer_s
-        last_s = bucket_ends(ready_s, transfer_s)[-1]
-        return last_s - bucket_ends([ready_s[rank]], transfer_s)[-1]
+        last_s = bucket_ends([ready[:-1] for ready in ready_s], transfer_s)[-1]
+        return last_s - bucket_ends([ready_s[rank][:-1]], transfer_s)[-1]
 
 
 def _list_seconds(rank: RankSeconds) -> np.ndarray:
