@@ -120,8 +120,8 @@ def test_slack_behind_another_rank_does_not_hide_prices():
 
 
 def test_casts_between_neighbours_are_seen():
-    def third_s(source, target, numel):
-        return cast_s(source, target, numel) / 3
+    def two_thirds_s(source, target, numel):
+        return cast_s(source, target, numel) / 1.5
 
     random = np.random.default_rng(3)
     graph = Graph(
@@ -136,7 +136,7 @@ def test_casts_between_neighbours_are_seen():
     names = [op.name for op in graph.ops]
     noise = np.sort(random.lognormal(0, 1.5, (100, 3)), axis=1)[:, ::-1].copy()
     noise[:, -1] = 0
-    mapper = CostMapper(graph, kernel_s=kernel_s, cast_s=third_s)
+    mapper = CostMapper(graph, kernel_s=kernel_s, cast_s=two_thirds_s)
 
     def step_s(levels):
         for name, level in zip(names, levels, strict=True):
@@ -156,7 +156,7 @@ def test_casts_between_neighbours_are_seen():
         table,
         precisions=LEVELS,
         kernel_s=kernel_s,
-        cast_s=third_s,
+        cast_s=two_thirds_s,
         limit_s=limit_s,
         solver_s=2,
     )
