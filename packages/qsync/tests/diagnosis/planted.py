@@ -11,7 +11,9 @@ BASE_NS = 1_760_000_000_000_000_000
 
 @dataclass
 class PlantedJob:
-    """A job to be simulated, in seconds. Ranks run the same operators and all-reduce each bucket."""
+    """A job to be simulated, in seconds. Ranks run the same operators. Gradients of
+    backward operators fill a bucket, which is all-reduced once it has its bytes.
+    """
 
     num_ranks: int = 2
     num_steps: int = 6
@@ -23,7 +25,9 @@ class PlantedJob:
         }
     )
     backward_s: tuple[float, ...] = (0.012, 0.014, 0.010, 0.016)
-    bucket_bytes: tuple[int, ...] = (400_000, 1_000_000, 1_000_000, 600_000)
+    gradient_bytes: tuple[int, ...] = (400_000, 1_000_000, 1_000_000, 600_000)
+    bucket_cap_bytes: int = 1
+    gradient_share: float = 1.0
     optimizer_s: float = 0.003
     loader_s: float = 0.002
     gap_s: float = 20e-6
@@ -64,21 +68,29 @@ class PlantedRun:
             for rank in ranks:
                 now[rank] = self._forward(rank, now[rank])
             calls: list[list[float]] = [[] for _ in ranks]
-            for bucket, seconds in enumerate(job.backward_s):
+            sizes: list[int] = []
+            filled = 0
+            for i, (seconds, size) in enumerate(
+                zip(job.backward_s, job.gradient_bytes, strict=True)
+            ):
+                filled += size
+                is_full = filled >= job.bucket_cap_bytes or i + 1 == len(job.backward_s)
+                if is_full:
+                    sizes.append(filled)
+                    filled = 0
                 for rank in ranks:
-                    now[rank] += job.gap_s * self._factor(rank)
-                    start = now[rank]
-                    now[rank] += seconds * self._factor(rank) * self._noise()
-                    name = f"autograd::engine::evaluate_function: Back{bucket}Backward0"
-                    self._operator(rank, name, start, now[rank])
-                    calls[rank].append(now[rank] - 5e-6)
-                    self._operator(rank, "c10d::allreduce_", now[rank] - 5e-6, now[rank])
+                    now[rank] = self._backward(rank, now[rank], i, seconds, size)
+                    if is_full:
+                        calls[rank].append(now[rank] - 5e-6)
+                        self._operator(rank, "c10d::allreduce_", now[rank] - 5e-6, now[rank])
             end, join = 0.0, [0.0 for _ in ranks]
-            for bucket, size in enumerate(job.bucket_bytes):
+            for bucket, size in enumerate(sizes):
                 # gloo's thread takes a bucket up when it is called and the one before is done.
                 join = [max(calls[rank][bucket], end) for rank in ranks]
                 begin_transfer = max(join)
-                end = begin_transfer + job.alpha_s + size / job.rate_bytes_per_s
+                end = (
+                    begin_transfer + job.alpha_s + size * job.gradient_share / job.rate_bytes_per_s
+                )
                 self.transfer_s += (end - begin_transfer) / job.num_steps
                 for rank in ranks:
                     self.wait_s[rank] += (begin_transfer - join[rank]) / job.num_steps
@@ -90,6 +102,8 @@ class PlantedRun:
                 now[rank] += job.optimizer_s * self._factor(rank)
                 self._operator(rank, "aten::_foreach_add_", start, now[rank])
                 now[rank] += job.gap_s * self._factor(rank)
+                if job.memory_bytes:
+                    self._memory(rank, start, job.memory_bytes[0])
                 if job.has_marks:
                     self._add(
                         rank, f"ProfilerStep#{step + 3}", "user_annotation", begin[rank], now[rank]
@@ -131,6 +145,16 @@ class PlantedRun:
         self._add(rank, "DistributedDataParallel.forward", "user_annotation", started, now)
         return now
 
+    def _backward(self, rank: int, now: float, i: int, seconds: float, size: int) -> float:
+        now += self.job.gap_s * self._factor(rank)
+        end = now + seconds * self._factor(rank) * self._noise()
+        prefix = "autograd::engine::evaluate_function: "
+        self._operator(rank, f"{prefix}Mm{i}Backward0", now, end - 10e-6)
+        shapes = {"Input Dims": [[size // 4]], "Input type": ["float"]}
+        name = f"{prefix}torch::autograd::AccumulateGrad"
+        self._operator(rank, name, end - 10e-6, end, **(shapes if self.job.has_shapes else {}))
+        return end
+
     def _clock_us(self, rank: int, time_s: float) -> float:
         job = self.job
         return (time_s + job.offset_s.get(rank, 0.0) + job.drift.get(rank, 0.0) * time_s) * 1e6
@@ -142,9 +166,9 @@ class PlantedRun:
              "dur": end_us - begin_us, "args": arguments}
         )  # fmt: skip
 
-    def _operator(self, rank: int, name: str, start: float, end: float) -> None:
+    def _operator(self, rank: int, name: str, start: float, end: float, **arguments) -> None:
         if not self.job.is_nccl:
-            self._add(rank, name, "cpu_op", start, end)
+            self._add(rank, name, "cpu_op", start, end, **arguments)
         elif not name.startswith("c10d"):
             self._add(rank, name, "kernel", start, end, stream=7)
 

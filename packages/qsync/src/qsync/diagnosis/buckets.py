@@ -19,6 +19,7 @@ __all__ = ["is_backward", "rebucket"]
 
 # Parameters without a gradient and padding may differ by this share of the bytes.
 _SIZE_TOLERANCE = 0.02
+_NUM_PARTS = 256
 
 
 def is_backward(name: str) -> bool:
@@ -53,8 +54,7 @@ def rebucket(
     for step in sorted({exchange.step for exchange in replaced}):
         old = [exchange for exchange in replaced if exchange.step == step]
         curves = [_gradients(lane, rank, step, old) for rank, lane in enumerate(lanes)]
-        total = curves[0][1][-1]
-        ends = [*np.arange(bucket_bytes, total, bucket_bytes).tolist(), total]
+        ends = _fill(curves[0][1], bucket_bytes)
         for begin, end in zip([0, *ends[:-1]], ends, strict=True):
             ready_s = tuple(float(np.interp(end, sizes, times)) for times, sizes in curves)
             seconds = link.time_s(int(end - begin))
@@ -69,6 +69,15 @@ def rebucket(
     waits = [_wait_anew(lane, rank, exchanges, result, kept, by_step)
              for rank, lane in enumerate(lanes)]  # fmt: skip
     return result, waits
+
+
+def _fill(sizes: Sequence[float], bucket_bytes: int) -> list[float]:
+    """Bytes ready at the end of each bucket, which is sent once it has its bytes."""
+    ends = [0.0]
+    for size in sizes:
+        if size - ends[-1] >= bucket_bytes or size == sizes[-1] > ends[-1]:
+            ends.append(size)
+    return ends[1:]
 
 
 def _wait_anew(
@@ -109,4 +118,7 @@ def _gradients(
     times = [exchange.ready_s[rank] for exchange in ordered]
     sizes = np.cumsum([exchange.num_bytes or 0 for exchange in ordered]).tolist()
     begin_s = next((piece.start_s for piece in mine if is_backward(piece.name)), times[0])
-    return [min(begin_s, times[0]), *times], [0.0, *map(float, sizes)]
+    # Unknown gradients are taken as equal parts, fine enough for any bucket that is worth sending.
+    parts = np.linspace(0.0, float(sizes[-1]), _NUM_PARTS + 1)
+    ready = np.interp(parts, [0.0, *sizes], [min(begin_s, times[0]), *times])
+    return ready.tolist(), parts.tolist()

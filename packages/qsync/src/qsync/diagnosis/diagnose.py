@@ -136,6 +136,9 @@ def diagnose(paths: Sequence[str | os.PathLike[str]]) -> Diagnosis:
     blame_s = [sum(row[rank] for row in waits_for_s) for rank in range(num_ranks)]
     slowest_rank = max(range(num_ranks), key=lambda rank: blame_s[rank])
     step_s = job.measured_step_s
+    # While others idle, the slowest rank's computing hides transfers that theirs no longer does.
+    for rank in range(num_ranks):
+        idle_s[rank][slowest_rank] += max(0.0, exposed_s[rank] - exposed_s[slowest_rank])
     causes = [
         find_rank_cause(lanes, rank, max(row[rank] for row in idle_s), num_steps)
         for rank in range(num_ranks)

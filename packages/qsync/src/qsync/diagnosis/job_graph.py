@@ -147,7 +147,7 @@ def _find_waits(
             last[collective.step] = i
     behind: dict[int, list[int]] = {}
     for i, collective in enumerate(collectives):
-        place = bisect_right(starts_s, ends_s[i] - _LATE_END_S)
+        place = bisect_right(starts_s, max(ends_s[i] - _LATE_END_S, collective.transfer[0]))
         if place == len(pieces):
             continue
         before_s = pieces[place].start_s - pieces[place].gap_s

@@ -16,6 +16,7 @@ import re
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -315,11 +316,10 @@ def _steps(
     if not spans:
         return ()
     first_s, last_s = min(s.start_s for s in spans), max(s.end_s for s in spans)
-    starts = sorted(span.start_s for span in forwards) or [first_s]
-    return tuple(
-        TraceSpan(str(number), start_s, end_s)
-        for number, (start_s, end_s) in enumerate(zip(starts, [*starts[1:], last_s], strict=True))
-    )
+    edges = sorted(span.start_s for span in forwards)
+    # What follows the last forward pass is no whole step.
+    edges = edges if len(edges) > 1 else [first_s, last_s]
+    return tuple(TraceSpan(str(number), *bounds) for number, bounds in enumerate(pairwise(edges)))
 
 
 def _enqueue_times(collectives: list[TraceSpan], enqueued: list[TraceSpan]) -> list[float]:
