@@ -29,10 +29,6 @@ class Precision:
     is_fixed: bool
     backward: str
 
-    @property
-    def num_bytes(self) -> int:
-        return self.bits // 8
-
 
 HIGHEST = "fp32"
 PRECISIONS = {
