@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from qsync.planner.replayer import bucket_ends
     from qsync.profiler.indicator import sensitivity
     from qsync.profiler.noise import forward_noise
+    from qsync.profiler.planning import plan
     from qsync.runtime.apply import apply
     from qsync.runtime.products import linear
     from qsync.runtime.quantizers import fake_quantize
@@ -42,6 +43,7 @@ __all__ = [
     "fake_quantize",
     "forward_noise",
     "linear",
+    "plan",
     "range_sums",
     "recover_precision",
     "sensitivity",
@@ -59,6 +61,7 @@ _HOMES = {
     "planner.replayer": ("bucket_ends",),
     "profiler.indicator": ("sensitivity",),
     "profiler.noise": ("forward_noise",),
+    "profiler.planning": ("plan",),
     "runtime.apply": ("apply",),
     "runtime.products": ("linear",),
     "runtime.quantizers": ("fake_quantize",),
