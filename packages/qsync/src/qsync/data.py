@@ -154,6 +154,7 @@ class TextClassifier(nn.Module):
         self.head = nn.Linear(dim, num_classes)
 
     def forward(self, token_ids: Int[Tensor, "batch length"]) -> Float[Tensor, "batch classes"]:
+        """Scores each text's classes."""
         return self.head(self.encoder(token_ids).mean(1))
 
 
@@ -264,6 +265,7 @@ class ResNet8(nn.Module):
         self.head = nn.Linear(4 * channels, num_classes)
 
     def forward(self, images: Float[Tensor, "batch 1 rows columns"]) -> Tensor:
+        """Scores each image's classes."""
         x = self.blocks(functional.relu(self.bn(self.stem(images))))
         return self.head(x.mean((2, 3)))
 

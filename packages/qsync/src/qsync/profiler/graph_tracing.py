@@ -81,7 +81,7 @@ def trace_model(model: nn.Module, batch: Any, loss_fn: LossFunction) -> TracedMo
         traced = [op.name for op in ops if op.kind == "linear"]
         if traced != calls:
             raise ValueError("a step runs other operators than FX finds, or one of them twice")
-    except Exception as error:  # a model's own code runs on proxies, which may raise anything
+    except Exception as error:  # noqa: BLE001 - a model's code may raise anything on proxies
         reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         ops = _chain(model, names, numel)
     return TracedModel(Graph(_insert_gaps(ops)), names, reason)

@@ -11,7 +11,7 @@ from torch import distributed, nn
 
 from qsync.planner.plan import Plan, describe_operators
 from qsync.planner.ranks import allocate
-from qsync.precisions import HIGHEST, sort_precisions
+from qsync.precisions import sort_precisions
 from qsync.profiler.indicator import NUM_BATCHES, LossFunction, OperatorNoise, sensitivity
 from qsync.profiler.profile import RankProfile, find_device, profile_model
 from qsync.profiler.transfers import fit_all_reduce, list_buckets, split_parameters
@@ -115,7 +115,7 @@ def _gather(call: Callable[[], _Value]) -> list[_Value]:
     error, value = None, None
     try:
         value = call()
-    except Exception as raised:  # passed on to every rank
+    except Exception as raised:  # noqa: BLE001 - raised on all ranks together
         error = raised
     message = None if error is None else f"{type(error).__name__}: {error}"
     outcomes: list[Any] = [None] * distributed.get_world_size()

@@ -27,17 +27,18 @@ class _Recorder:
         # Buffers and parameters are there anyway. Kept alive, no address is used twice.
         self._alive: list[Any] = [*model.parameters(), *model.buffers()]
         self._own = {each.untyped_storage().data_ptr() for each in self._alive}
-        self._running: list[str] = []
+        # Addresses that each running operator has saved.
+        self._running: list[set[int]] = []
 
-    def enter(self, name: str, _: tuple[Any, ...]) -> None:
-        """Records the factors that the operator will keep in a low precision."""
-        self._running.append(name)
+    def enter(self, _: str, __: tuple[Any, ...]) -> None:
+        """Begins an operator."""
+        self._running.append(set())
 
     def leave(self, name: str, inputs: tuple[Any, ...], _: Any) -> None:
-        """Notes the operator's factors, of which a lowered one keeps copies."""
-        self._running.pop()
+        """Records the factors that the operator has saved, of which a lowered one keeps copies."""
+        saved = self._running.pop()
         module: Any = self._operators[name]
-        if isinstance(module, nn.Embedding):
+        if isinstance(module, nn.Embedding) or not saved:
             return
         if isinstance(module, MatMul):
             a, b = inputs
@@ -48,22 +49,29 @@ class _Recorder:
         num_rows = x.numel() // x.shape[-1]
         if not isinstance(module, nn.Linear):
             num_rows = x.shape[0] if x.ndim == weight.ndim else 1
-        self._note(name, "operand", x, num_rows)
-        self._note(name, "weight", weight, weight.shape[0])
+        address = weight.untyped_storage().data_ptr()
+        if address in saved:
+            self._note(name, "weight", weight, weight.shape[0])
+        if saved - {address}:
+            self._note(name, "operand", x, num_rows)
 
     def pack(self, tensor: Tensor) -> Tensor:
-        """Records a tensor that is kept; operators' own factors are noted by `leave`."""
+        """Records a tensor that is kept; operators' own factors are recorded by `leave`."""
         storage = tensor.untyped_storage()
+        if self._running and tensor.is_floating_point():
+            self._running[-1].add(storage.data_ptr())
+            return tensor
         if storage.data_ptr() in self._own:
             return tensor
         self._alive.append(storage)
-        inside = self._running[-1] if self._running else ""
-        if inside and tensor.is_floating_point():
-            return tensor
-        role = "result" if tensor.dtype == torch.float32 else "constant"
-        size = storage.nbytes() // 4 if role == "result" else storage.nbytes()
+        is_float32 = tensor.dtype == torch.float32
         self.saved.append(
-            SavedTensor(op=END, source=str(storage.data_ptr()), numel=size, role=role)
+            SavedTensor(
+                op=END,
+                source=str(storage.data_ptr()),
+                numel=storage.nbytes() // 4 if is_float32 else storage.nbytes(),
+                role="result" if is_float32 else "constant",
+            )
         )
         return tensor
 

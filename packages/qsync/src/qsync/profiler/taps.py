@@ -170,4 +170,6 @@ def _tap_gradient(taps: list[Tap], name: str, gradient: Tensor) -> Tensor | None
 
 
 def _record_weight_gradient(taps: list[Tap], name: str, gradient: Tensor) -> None:
-    taps.append(Tap(name, "weight_gradient", gradient.detach(), None))
+    # Probes run this hook again, on derivatives of the gradient.
+    if torch.is_grad_enabled():
+        taps.append(Tap(name, "weight_gradient", gradient.detach(), None))
