@@ -1,11 +1,32 @@
 import json
 
-import numpy as np
 import pytest
 
-from qsync import METHODS
+from qsync import Plan
 from qsync.cli import main
 from shared.claims import faults, read_demo
+
+_JOB = """
+import torch
+from torch import nn
+
+
+def build():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
+    return model, [torch.randn(5, 6)], lambda model, batch: model(batch).square().mean()
+
+
+def forget():
+    return nn.Linear(2, 2)
+"""
+
+
+@pytest.fixture
+def job(tmp_path):
+    path = tmp_path / "training_job.py"
+    path.write_text(_JOB)
+    return path
 
 
 def test_demo_makes_claims_the_tour_accepts(tmp_path, capsys):
@@ -16,31 +37,55 @@ def test_demo_makes_claims_the_tour_accepts(tmp_path, capsys):
     assert capsys.readouterr().err.count("qsync: ") == len(demo.claims)
 
 
-def test_sum_prints_the_sum(capsys):
-    assert main(["sum", "--start", "2", "--stop", "5"]) == 0
-    assert capsys.readouterr().out == "9\n"
-    assert main(["sum", "--start", "2", "--stop", "5", "--method", "loop", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"sum": 9, "method": "loop"}
+def test_a_plan_is_written_and_explained(job, tmp_path, capsys):
+    out = tmp_path / "plans" / "plan.json"
+    arguments = ["plan", "--build", f"{job}:build", "--target-time", "100x", "--out", str(out)]
+    assert main(arguments) == 0
+    assert "all 2 operators stay in float32" in capsys.readouterr().out
+    assert list(Plan.load(out).operators) == ["0", "2"]
+    assert main([*arguments, "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["is_target_met"]
+    assert record["lowered"] == [{}]
 
 
-def test_a_method_from_outside_is_in_the_help_and_taken(capsys):
-    METHODS.add("none", lambda values, starts, stops: np.zeros(len(starts), np.int64), "always 0")
-    try:
-        with pytest.raises(SystemExit):
-            main(["sum", "--help"])
-        assert "{prefix,loop,none}" in capsys.readouterr().out
-        assert main(["sum", "--start", "2", "--stop", "5", "--method", "none"]) == 0
-        assert capsys.readouterr().out == "0\n"
-    finally:
-        METHODS.remove("none")
+def test_modules_are_found_in_the_working_directory(job, monkeypatch, capsys):
+    monkeypatch.chdir(job.parent)
+    assert main(["sensitivity", "--build", "training_job:build", "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["method"] == "probe"
+    assert record["noise"]["0"]["int8"] > record["noise"]["0"]["fp32"] == 0
 
 
-def test_bad_range_fails_with_status_1(capsys):
-    assert main(["sum", "--start", "5", "--stop", "2"]) == 1
-    assert "qsync: range 0: expected" in capsys.readouterr().err
+def test_profile_prints_a_row_for_each_operator(job, capsys):
+    arguments = ["profile", "--build", f"{job}:build", "--precisions", "bf16"]
+    assert main(arguments) == 0
+    rows = capsys.readouterr().out.splitlines()
+    assert sum(" ms " in row or " us " in row for row in rows) == 2
+    assert main([*arguments, "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert set(record["forward_s"]["2"]) == {"bf16", "fp32"}
 
 
-@pytest.mark.parametrize("argv", [["demo", "--fast"], ["sum", "--method", "fast"]])
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        ("build", "expected module:function or file.py:function, got 'build'"),
+        ("training_job_x:build", "No module named 'training_job_x'"),
+        ("{job}:built", "no attribute 'built'"),
+        ("{job}x.py:build", "No such file"),
+        (
+            "{job}:forget",
+            "expected forget() to return model, batches and loss function, got Linear",
+        ),
+    ],
+)
+def test_functions_that_build_no_job_are_named(job, build, message, capsys):
+    assert main(["plan", "--build", build.format(job=job)]) == 1
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("argv", [["demo", "--fast"], ["plan"], ["plan", "--build"]])
 def test_wrong_usage_is_status_2(argv):
     with pytest.raises(SystemExit) as caught:
         main(argv)

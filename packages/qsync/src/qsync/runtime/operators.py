@@ -1,7 +1,5 @@
 """Kernels with scales, registered as torch operators so that `torch.compile` calls them whole."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
