@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import distributed, nn
@@ -14,6 +14,7 @@ from shared.errors import ConfigError
 __all__ = ["apply"]
 
 
+@runtime_checkable
 class PrecisionPlan(Protocol):
     """What `apply` asks of a plan."""
 

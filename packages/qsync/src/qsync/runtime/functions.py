@@ -151,7 +151,7 @@ class Convolution(torch.autograd.Function):
         stride, padding, dilation, groups = ctx.geometry
         narrow_a, narrow_b = a.to(dtype), b.to(dtype)
 
-        def multiply(scaled: Tensor, mask: list[bool]) -> tuple[Tensor, ...]:
+        def multiply(scaled: Tensor, mask: list[bool]) -> Any:
             space = [0] * len(stride)
             return torch.ops.aten.convolution_backward(
                 scaled.to(dtype),
