@@ -1,8 +1,8 @@
 """Names why a step takes long: a slow rank, operator, loader or link.
 
 The rank that others wait for is compared with the median of the others, operator by operator. If
-half of its excess or more is its loader's, or is one operator's that lags behind more than the rest
-do, that is the cause; else the rank is slow at everything. Collectives that no computing hides are
+its loader, or one operator that lags behind more than the rest do, makes up half of its excess or
+more, that is the cause; else the rank is slow at everything. Collectives that no computing hides are
 the link's.
 """
 
@@ -16,7 +16,7 @@ import numpy as np
 
 from qsync.diagnosis.collectives import MatchedCollective, merge
 from qsync.diagnosis.job_graph import LanePiece
-from qsync.diagnosis.traces import LOADER
+from qsync.diagnosis.traces.events import LOADER
 from shared.units import format_rate, format_s
 
 __all__ = ["DelayCause", "find_rank_cause", "link_cause"]
@@ -25,6 +25,8 @@ CauseKind = Literal["slow rank", "slow operator", "late loader", "slow link"]
 
 # Share of a rank's excess that makes one part of it the cause.
 _MAIN_SHARE = 0.5
+# Ranks whose seconds differ by less over all steps are equally fast.
+_ALIKE = 0.01
 # How much more than all else an operator must lag behind.
 _ABOVE_REST = 1.25
 
@@ -65,22 +67,25 @@ def find_rank_cause(
         name: float(np.median([table.get(name, 0.0) for table in tables])) for name in names
     }
     excess = {name: mine.get(name, 0.0) - reference[name] for name in names}
-    total = sum(max(value, 0.0) for value in excess.values())
+    # Operators that are faster by chance make up for those that are slower by chance.
+    total = sum(excess.values())
     ratio = sum(mine.values()) / max(sum(reference.values()), 1e-12)
-    if total > 0:
-        worst = max(names, key=lambda name: excess[name])
-        rest = (sum(mine.values()) - mine.get(worst, 0.0)) / max(
-            sum(reference.values()) - reference[worst], 1e-12
-        )
-        lag = mine.get(worst, 0.0) / max(reference[worst], 1e-12)
-        is_main = excess[worst] >= _MAIN_SHARE * total and lag > _ABOVE_REST * rest
-        spent = f"{format_s(mine.get(worst, 0.0))} a step against {format_s(reference[worst])}"
-        if is_main and worst == LOADER:
-            text = f"the loader of rank {rank} is late: {spent} on the others"
-            return DelayCause("late loader", seconds, rank, None, text)
-        if is_main:
-            text = f"operator {worst} is slow on rank {rank}: {spent} on the others"
-            return DelayCause("slow operator", seconds, rank, worst, text)
+    if ratio < 1 + _ALIKE:
+        text = f"rank {rank} is late in single steps, and as fast as the others over all"
+        return DelayCause("slow rank", seconds, rank, None, text)
+    worst = max(names, key=lambda name: excess[name])
+    rest = (sum(mine.values()) - mine.get(worst, 0.0)) / max(
+        sum(reference.values()) - reference[worst], 1e-12
+    )
+    lag = mine.get(worst, 0.0) / max(reference[worst], 1e-12)
+    is_main = excess[worst] >= _MAIN_SHARE * total and lag > _ABOVE_REST * rest
+    spent = f"{format_s(mine.get(worst, 0.0))} a step against {format_s(reference[worst])}"
+    if is_main and worst == LOADER:
+        text = f"the loader of rank {rank} is late: {spent} on the others"
+        return DelayCause("late loader", seconds, rank, None, text)
+    if is_main:
+        text = f"operator {worst} is slow on rank {rank}: {spent} on the others"
+        return DelayCause("slow operator", seconds, rank, worst, text)
     text = f"rank {rank} is slow at everything: {ratio:.2f} times the seconds of the others"
     return DelayCause("slow rank", seconds, rank, None, text)
 
@@ -100,5 +105,7 @@ def link_cause(collectives: Sequence[MatchedCollective], exposed_s: float) -> De
 def _sum_by_name(lane: Sequence[LanePiece], num_steps: int) -> dict[str, float]:
     seconds: dict[str, float] = defaultdict(float)
     for piece in lane:
-        seconds[piece.name] += (piece.gap_s + piece.busy_s) / num_steps
+        # What is left of a gap behind a collective is the wake-up of the rank, not this operator's.
+        own_s = piece.busy_s if piece.behind else piece.gap_s + piece.busy_s
+        seconds[piece.name] += own_s / num_steps
     return seconds

@@ -16,7 +16,8 @@ from itertools import pairwise
 import numpy as np
 
 from qsync.diagnosis.clocks import COMMON_END, RankClock, fit_clocks
-from qsync.diagnosis.traces import RankTrace, TraceSpan
+from qsync.diagnosis.traces.events import TraceSpan
+from qsync.diagnosis.traces.reading import RankTrace
 from shared.errors import DataError
 
 __all__ = [

@@ -18,7 +18,7 @@ from qsync.diagnosis.collectives import (
     split_waits,
 )
 from qsync.diagnosis.job_graph import build_lanes
-from qsync.diagnosis.traces import RankTrace, read_traces
+from qsync.diagnosis.traces.reading import RankTrace, read_traces
 from qsync.diagnosis.what_if import Job
 from shared.units import format_s
 

@@ -18,7 +18,8 @@ import numpy as np
 
 from qsync.diagnosis.clocks import RankClock
 from qsync.diagnosis.collectives import MatchedCollective, share_link
-from qsync.diagnosis.traces import LOADER, RankTrace
+from qsync.diagnosis.traces.events import LOADER
+from qsync.diagnosis.traces.reading import RankTrace
 from shared.topology import Operation
 
 __all__ = ["Exchange", "JobGraph", "LanePiece", "build_lanes", "list_exchanges"]

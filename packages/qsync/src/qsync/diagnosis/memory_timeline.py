@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from jaxtyping import Float, Int
 
-from qsync.diagnosis.traces import RankTrace
+from qsync.diagnosis.traces.reading import RankTrace
 from shared.errors import DataError
 
 __all__ = ["MemoryTimeline", "trace_memory"]

@@ -16,7 +16,7 @@ import numpy as np
 from qsync.diagnosis.buckets import is_backward, rebucket
 from qsync.diagnosis.collectives import MatchedCollective
 from qsync.diagnosis.job_graph import JobGraph, LanePiece, list_exchanges
-from qsync.diagnosis.traces import LOADER
+from qsync.diagnosis.traces.events import LOADER
 from shared.errors import ConfigError, DataError
 from shared.topology import Link, Replay, Timeline, fit_link
 
