@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from shared.errors import ConfigError
 
 if TYPE_CHECKING:
-    from qsync.profiler.indicator import LossFunction
+    from qsync.profiler.gradients import LossFunction
 
 __all__ = ["Job", "build_job"]
 

@@ -18,8 +18,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -29,19 +28,28 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from qsync.precisions import HIGHEST, sort_precisions
-from qsync.profiler.state import preserve_state
-from qsync.profiler.taps import Tap, install_taps
-from qsync.runtime.modules import get_precision, list_operators, set_precision
+from qsync.profiler.gradients import (
+    LossFunction,
+    check_norm,
+    find_gradient,
+    measure_noise,
+)
+from qsync.profiler.state import in_float32, preserve_state
+from qsync.profiler.taps import install_taps
+from qsync.runtime.modules import list_operators
 from shared.errors import ConfigError, DataError
 
-__all__ = ["LossFunction", "OperatorNoise", "find_gradient", "measure_noise", "sensitivity"]
+__all__ = ["NUM_BATCHES", "OperatorNoise", "sensitivity"]
 
 log = logging.getLogger(__name__)
 
-LossFunction = Callable[[nn.Module, Any], Tensor]
 NUM_BATCHES = 2
 """Batches that are read, at most."""
 _NUM_PROBES = 4
+# Noise up to which errors of many operators add up.
+_ADDITIVE_NOISE = 0.1
+# The probe is dismissed if it differs from a measurement by more.
+_MAX_RATIO = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +58,8 @@ class OperatorNoise:
 
     Attributes:
         noise: squared relative error of the whole gradient, by operator and precision.
-        method: "probe", or "one operator at a time" if the model has no double backward.
-        reason: why the probe failed; empty if it did not.
+        method: "probe", or "one operator at a time" if that does not hold for this model.
+        reason: why the probe was dismissed; empty if it was not.
     """
 
     noise: dict[str, dict[str, float]]
@@ -71,7 +79,8 @@ def sensitivity(
     """Estimates the noise of lowering each operator, at the cost of a few training steps.
 
     The model is left as it was: weights, gradients, buffers, training modes and random generators.
-    Attention runs in its plain form, which has a double backward.
+    Attention runs in its plain form, which has a double backward. The probe is compared with a
+    measurement; where it fails, each operator is lowered by itself, which takes a step for each noise.
 
     Args:
         model: float32 model, in the training mode to be judged. Operators that are lowered already
@@ -105,94 +114,56 @@ def sensitivity(
         raise DataError("batches: expected at least one, got none")
     generator = torch.Generator().manual_seed(seed)
     errors: dict[str, dict[str, float]] = {name: dict.fromkeys(names, 0.0) for name in operators}
-    squared_norm, reason = 0.0, ""
-    with _in_float32(operators):
-        for batch in samples:
-            if not reason:
-                try:
-                    squared_norm += _probe(
-                        model, batch, loss_fn, names, num_probes, generator, errors
-                    )
-                    continue
-                except RuntimeError as error:
-                    reason = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-                    log.warning("no double backward (%s): lowering operators one by one", reason)
-                    break
-    if reason:
+    squared_norm = 0.0
+    try:
+        with in_float32(model):
+            for batch in samples:
+                squared_norm += _probe(model, batch, loss_fn, names, num_probes, generator, errors)
         noise = {
-            name: {each: measure_noise(model, samples, loss_fn, {name: each}) for each in names}
-            for name in operators
+            name: {each: error / squared_norm for each, error in of_operator.items()}
+            for name, of_operator in errors.items()
         }
-        return OperatorNoise(noise, "one operator at a time", reason)
+        reason = _find_contradiction(model, samples[0], loss_fn, noise, names)
+    except RuntimeError as error:
+        reason = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    if not reason:
+        return OperatorNoise(noise, "probe")
+    log.warning("lowering operators one by one, since the probe failed: %s", reason)
+    # Lowering takes a step for each noise, so that one batch has to do.
     noise = {
-        name: {each: error / squared_norm for each, error in of_operator.items()}
-        for name, of_operator in errors.items()
+        name: {each: measure_noise(model, samples[:1], loss_fn, {name: each}) for each in names}
+        for name in operators
     }
-    return OperatorNoise(noise, "probe")
+    return OperatorNoise(noise, "one operator at a time", reason)
 
 
-def measure_noise(
-    model: nn.Module, batches: Iterable[Any], loss_fn: LossFunction, precisions: dict[str, str]
-) -> float:
-    """Measures the squared relative error of the gradient when operators are lowered.
+def _find_contradiction(
+    model: nn.Module,
+    batch: Any,
+    loss_fn: LossFunction,
+    noise: dict[str, dict[str, float]],
+    precisions: Sequence[str],
+) -> str:
+    """Compares the probe with the error of lowering many operators at once; says how they differ.
 
-    Args:
-        model: float32 model; it is left as it was.
-        batches: training batches; all are read.
-        loss_fn: returns the loss of (model, batch).
-        precisions: precision by operator; others compute in float32.
-
-    Raises:
-        ConfigError: the loss is no scalar with a gradient, or the model trains nothing.
-        DataError: a gradient is zero or not finite.
+    They do where a derivative jumps, as ReLU's and max-pooling's, which no derivative predicts, and where
+    an autograd function hides its second derivative.
     """
-    operators = list_operators(model)
-    error, squared_norm = 0.0, 0.0
-    with _in_float32(operators), sdpa_kernel(SDPBackend.MATH):
-        for batch in batches:
-            with preserve_state(model):
-                exact = find_gradient(model, batch, loss_fn)
-            for name, precision in precisions.items():
-                set_precision(operators[name], precision)
-            try:
-                with preserve_state(model):
-                    lowered = find_gradient(model, batch, loss_fn)
-            finally:
-                for name in precisions:
-                    set_precision(operators[name], HIGHEST)
-            error += _sum_squares(a - b for a, b in zip(exact, lowered, strict=True))
-            squared_norm += _check_norm(exact, [])
-    return error / squared_norm
-
-
-def find_gradient(
-    model: nn.Module, batch: Any, loss_fn: LossFunction, *, create_graph: bool = False
-) -> list[Tensor]:
-    """Computes the gradient of all trained parameters, zero where the loss does not depend on one.
-
-    Raises:
-        ConfigError: the loss is no scalar with a gradient, or the model trains nothing.
-    """
-    parameters = [each for each in model.parameters() if each.requires_grad]
-    if not parameters:
-        raise ConfigError("model: expected a parameter that requires a gradient, got none")
-    with torch.enable_grad():
-        loss = loss_fn(model, batch)
-        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-            shape = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-            raise ConfigError(
-                f"loss_fn: expected a scalar tensor with a gradient, got {shape}; return the loss of "
-                "loss_fn(model, batch)"
-            )
-        return list(
-            torch.autograd.grad(
-                loss.sum(),
-                parameters,
-                create_graph=create_graph,
-                allow_unused=True,
-                materialize_grads=True,
-            )
-        )
+    for precision in precisions:
+        chosen: dict[str, str] = {}
+        predicted = 0.0
+        for name, row in noise.items():
+            if predicted + row[precision] <= _ADDITIVE_NOISE:
+                chosen[name] = precision
+                predicted += row[precision]
+        if precision != HIGHEST and predicted > 0:
+            measured = measure_noise(model, [batch], loss_fn, chosen)
+            if not 1 / _MAX_RATIO < measured / predicted < _MAX_RATIO:
+                return (
+                    f"{len(chosen)} operators in {precision} have noise {measured:.3g}, not "
+                    f"{predicted:.3g}: derivatives jump, as ReLU's, or have none themselves"
+                )
+    return ""
 
 
 def _probe(
@@ -211,7 +182,10 @@ def _probe(
         install_taps(model, list(errors)) as taps,
     ):
         gradient = find_gradient(model, batch, loss_fn, create_graph=True)
-        squared_norm = _check_norm(gradient, taps)
+        squared_norm = check_norm(
+            gradient, ((f"{tap.role} of {tap.operator!r}", tap.value) for tap in taps)
+        )
+        _check_double_backward(gradient)
         added: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
         # Gradients of parameters that the loss does not depend on have no graph.
         depends = [each for each in gradient if each.requires_grad]
@@ -245,40 +219,20 @@ def _probe(
     return squared_norm
 
 
+def _check_double_backward(gradient: Sequence[Tensor]) -> None:
+    """Refuses functions that hide their second derivative, which would count as zero."""
+    pending = [each.grad_fn for each in gradient]
+    seen = set()
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name() == "torch::autograd::Error":
+            raise RuntimeError("an autograd function is once_differentiable")
+        pending += [following for following, _ in node.next_functions]
+
+
 def _draw_signs(like: Tensor, generator: torch.Generator) -> Tensor:
     bits = torch.randint(0, 2, like.shape, generator=generator, dtype=torch.int8)
     return (bits.to(like.device, like.dtype)).mul_(2).sub_(1)
-
-
-def _sum_squares(tensors: Iterable[Tensor]) -> float:
-    return sum(float(each.detach().square().sum(dtype=torch.float64)) for each in tensors)
-
-
-def _check_norm(gradient: Sequence[Tensor], taps: Sequence[Tap]) -> float:
-    """Returns the squared norm of a gradient that can serve as a reference."""
-    squared_norm = _sum_squares(gradient)
-    if 0 < squared_norm < float("inf"):
-        return squared_norm
-    for tap in taps:
-        if not bool(tap.value.isfinite().all()):
-            raise DataError(
-                f"expected finite tensors, got NaN or infinity as {tap.role} of {tap.operator!r}; "
-                "check the batch, the weights and the loss"
-            )
-    raise DataError(
-        f"expected a gradient that is finite and not zero, got a squared norm of {squared_norm}; check "
-        "the loss"
-    )
-
-
-@contextmanager
-def _in_float32(operators: dict[str, nn.Module]) -> Iterator[None]:
-    """Raises operators that a plan has lowered while the block runs."""
-    lowered = {name: get_precision(module) for name, module in operators.items()}
-    for module in operators.values():
-        set_precision(module, HIGHEST)
-    try:
-        yield
-    finally:
-        for name, precision in lowered.items():
-            set_precision(operators[name], precision)

@@ -12,7 +12,8 @@ from torch import distributed, nn
 from qsync.planner.plan import Plan, describe_operators
 from qsync.planner.ranks import allocate
 from qsync.precisions import sort_precisions
-from qsync.profiler.indicator import NUM_BATCHES, LossFunction, OperatorNoise, sensitivity
+from qsync.profiler.gradients import LossFunction
+from qsync.profiler.indicator import NUM_BATCHES, OperatorNoise, sensitivity
 from qsync.profiler.profile import RankProfile, find_device, profile_model
 from qsync.profiler.transfers import fit_all_reduce, list_buckets, split_parameters
 from shared.errors import ConfigError, DataError

@@ -18,8 +18,8 @@ from qsync.planner.memory import SavedTensor
 from qsync.planner.ranks import RankCosts
 from qsync.precisions import HIGHEST, sort_precisions
 from qsync.profiler.casts import CastFits, fit_casts
+from qsync.profiler.gradients import LossFunction
 from qsync.profiler.graph_tracing import gap_name, trace_model
-from qsync.profiler.indicator import LossFunction
 from qsync.profiler.saved_tensors import record_saved_tensors
 from qsync.profiler.step_timing import time_precisions
 

@@ -9,11 +9,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from qsync.planner.memory import SavedTensor
-from qsync.precisions import HIGHEST
-from qsync.profiler.indicator import LossFunction
-from qsync.profiler.state import preserve_state
-from qsync.profiler.step_timing import END, keep_precisions, watch_operators
-from qsync.runtime.modules import MatMul, list_operators, set_precision
+from qsync.profiler.gradients import LossFunction
+from qsync.profiler.state import in_float32, preserve_state
+from qsync.profiler.step_timing import END, watch_operators
+from qsync.runtime.modules import MatMul, list_operators
 
 __all__ = ["measure_saved_bytes", "record_saved_tensors"]
 
@@ -99,14 +98,14 @@ def record_saved_tensors(
         loss_fn: returns the loss of (model, batch).
     """
     recorder = _Recorder(model)
-    with preserve_state(model), keep_precisions(model), torch.enable_grad():
-        for module in list_operators(model).values():
-            set_precision(module, HIGHEST)
-        with (
-            watch_operators(model, recorder.enter, recorder.leave),
-            saved_tensors_hooks(recorder.pack, lambda tensor: tensor),
-        ):
-            loss = loss_fn(model, batch)
+    with (
+        preserve_state(model),
+        in_float32(model),
+        torch.enable_grad(),
+        watch_operators(model, recorder.enter, recorder.leave),
+        saved_tensors_hooks(recorder.pack, lambda tensor: tensor),
+    ):
+        loss = loss_fn(model, batch)
     del loss
     return tuple(recorder.saved)
 

@@ -10,7 +10,10 @@ import numpy as np
 import torch
 from torch import nn
 
-__all__ = ["preserve_state"]
+from qsync.precisions import HIGHEST
+from qsync.runtime.modules import get_precision, list_operators, set_precision
+
+__all__ = ["in_float32", "keep_precisions", "preserve_state"]
 
 
 @contextmanager
@@ -46,3 +49,23 @@ def preserve_state(model: nn.Module) -> Iterator[None]:
                 module._buffers[name] = buffer
             for parameter, gradient, value in gradients:
                 parameter.grad = gradient if value is None else gradient.copy_(value)
+
+
+@contextmanager
+def keep_precisions(model: nn.Module) -> Iterator[None]:
+    """Restores each operator's precision when the block ends."""
+    before = [(module, get_precision(module)) for module in list_operators(model).values()]
+    try:
+        yield
+    finally:
+        for module, precision in before:
+            set_precision(module, precision)
+
+
+@contextmanager
+def in_float32(model: nn.Module) -> Iterator[None]:
+    """Raises operators that a plan has lowered while the block runs."""
+    with keep_precisions(model):
+        for module in list_operators(model).values():
+            set_precision(module, HIGHEST)
+        yield

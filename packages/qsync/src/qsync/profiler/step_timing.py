@@ -20,12 +20,12 @@ import torch
 from torch import Tensor, nn
 
 from qsync.precisions import HIGHEST
-from qsync.profiler.indicator import LossFunction
-from qsync.profiler.state import preserve_state
-from qsync.runtime.modules import get_precision, list_operators, set_precision
+from qsync.profiler.gradients import LossFunction
+from qsync.profiler.state import keep_precisions, preserve_state
+from qsync.runtime.modules import list_operators, set_precision
 from shared.errors import DataError
 
-__all__ = ["END", "StepSeconds", "keep_precisions", "time_precisions", "watch_operators"]
+__all__ = ["END", "StepSeconds", "time_precisions", "watch_operators"]
 
 END = ""
 """Name under which stands what follows the last operator: the loss, and its backward pass."""
@@ -95,17 +95,6 @@ def time_precisions(
                 seconds.append(_time_step(model, batches[index % len(batches)], loss_fn))
     # The first step of each precision compiles kernels and fills caches.
     return {precision: _take_medians(seconds[1:]) for precision, seconds in steps.items()}
-
-
-@contextmanager
-def keep_precisions(model: nn.Module) -> Iterator[None]:
-    """Restores each operator's precision when the block ends."""
-    before = [(module, get_precision(module)) for module in list_operators(model).values()]
-    try:
-        yield
-    finally:
-        for module, precision in before:
-            set_precision(module, precision)
 
 
 @contextmanager
