@@ -70,9 +70,6 @@ def find_rank_cause(
     # Operators that are faster by chance make up for those that are slower by chance.
     total = sum(excess.values())
     ratio = sum(mine.values()) / max(sum(reference.values()), 1e-12)
-    if ratio < 1 + _ALIKE:
-        text = f"rank {rank} is late in single steps, and as fast as the others over all"
-        return DelayCause("slow rank", seconds, rank, None, text)
     worst = max(names, key=lambda name: excess[name])
     rest = (sum(mine.values()) - mine.get(worst, 0.0)) / max(
         sum(reference.values()) - reference[worst], 1e-12
@@ -86,6 +83,9 @@ def find_rank_cause(
     if is_main:
         text = f"operator {worst} is slow on rank {rank}: {spent} on the others"
         return DelayCause("slow operator", seconds, rank, worst, text)
+    if ratio < 1 + _ALIKE:
+        text = f"rank {rank} is late in single steps, and as fast as the others over all"
+        return DelayCause("slow rank", seconds, rank, None, text)
     text = f"rank {rank} is slow at everything: {ratio:.2f} times the seconds of the others"
     return DelayCause("slow rank", seconds, rank, None, text)
 

@@ -89,6 +89,7 @@ def build_lanes(
         _find_waits(
             _cut_gaps(_place(trace, names, clock), [c.enqueued_s[rank] for c in collectives]),
             collectives,
+            rank,
         )
         for rank, (trace, clock) in enumerate(zip(traces, clocks, strict=True))
     ]
@@ -137,11 +138,11 @@ def _cut_gaps(pieces: list[LanePiece], ready_s: Sequence[float]) -> list[LanePie
 
 
 def _find_waits(
-    pieces: list[LanePiece], collectives: Sequence[MatchedCollective]
+    pieces: list[LanePiece], collectives: Sequence[MatchedCollective], rank: int
 ) -> list[LanePiece]:
     """Sets what pieces wait for, and takes the waiting out of their gaps."""
     starts_s = [piece.start_s for piece in pieces]
-    ends_s = [collective.transfer[1] for collective in collectives]
+    ends_s = [max(collective.end_s[rank], collective.transfer[0]) for collective in collectives]
     last = {}
     for i, collective in enumerate(collectives):
         if collective.step not in last or ends_s[i] > ends_s[last[collective.step]]:
@@ -157,7 +158,7 @@ def _find_waits(
             behind.setdefault(place, []).append(i)
     for place, waited in behind.items():
         piece = pieces[place]
-        gap_s = max(0.0, piece.start_s - max(ends_s[i] for i in waited))
+        gap_s = max(0.0, piece.start_s - max(collectives[i].transfer[1] for i in waited))
         pieces[place] = piece._replace(gap_s=min(piece.gap_s, gap_s), behind=tuple(waited))
     return pieces
 
