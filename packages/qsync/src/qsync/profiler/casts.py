@@ -18,7 +18,7 @@ __all__ = ["CastFits", "fit_casts"]
 CastFits = dict[tuple[str, str], Link]
 """Fit by (source precision, target precision); its slope is by element, not by byte."""
 
-_NUM_ELEMENTS = (2**14, 2**17, 2**19, 2**21)
+_NUM_ELEMENTS = (2**14, 2**17, 2**20)
 _ROW = 512
 _NUM_REPEATS = 7
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from torch import distributed, nn
 
 from qsync.planner.plan import Plan, describe_operators
-from qsync.planner.ranks import allocate
+from qsync.planner.ranks import allocate, read_target_s
 from qsync.precisions import sort_precisions
 from qsync.profiler.gradients import LossFunction
 from qsync.profiler.indicator import NUM_BATCHES, OperatorNoise, sensitivity
@@ -56,13 +56,14 @@ def plan(
         DataError: there is no batch, or a gradient is zero or not finite.
     """
     names = sort_precisions(precisions)
+    read_target_s(target_time, 1.0)  # refused before anything is measured
+    limit_bytes = None if memory is None else float(parse_bytes(memory))
     samples = list(islice(batches, NUM_BATCHES))
 
     def measure() -> tuple[dict[str, str], RankProfile]:
         if not samples:
             raise DataError("batches: expected at least one, got none")
         operators = describe_operators(model)
-        limit_bytes = None if memory is None else float(parse_bytes(memory))
         profile = profile_model(model, samples, loss_fn, precisions=names)
         if limit_bytes is not None:
             profile = replace(profile, limit_bytes=limit_bytes)
