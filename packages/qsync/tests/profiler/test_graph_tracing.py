@@ -48,7 +48,8 @@ def test_fx_finds_who_reads_whom():
     relu, product = "relu (function)", "mul (function)"
     assert ops["stem"].inputs == ()
     assert ops[relu].inputs == ("stem",)
-    assert ops[relu].kind == "dependent"
+    # Results leave in float32: nothing follows its inputs.
+    assert ops[relu].kind == "fixed"
     assert ops[product].kind == "fixed"
     assert ops["left"].inputs == ops["right"].inputs == (product,)
     assert ops["left"].weight_numel == 64
@@ -64,11 +65,15 @@ def test_casts_follow_from_the_traced_graph():
         traced.graph, kernel_s=lambda op, p: 0.0, cast_s=lambda source, target, numel: 1.0
     )
     mapper.set("stem", "bf16")
-    # bf16 passes through the ReLU, and is raised for the product that follows.
+    mapper.set("gram", "int8")
     assert mapper.casts() == {
         ("weight", "stem", "stem"),
-        ("forward", "relu (function)", "mul (function)"),
-        ("backward", "mul (function)", "relu (function)"),
+        ("forward", "stem", "relu (function)"),
+        ("backward", "relu (function)", "stem"),
+        ("forward", "add (function)", "gram"),
+        ("forward", "transpose (method)", "gram"),
+        ("backward", "gram", "add (function)"),
+        ("backward", "gram", "transpose (method)"),
     }
 
 
@@ -113,9 +118,9 @@ def test_modules_are_chained_where_fx_fails(model, batch, loss_fn, reason):
     ops = _ops(traced)
     assert [op.name for op in ops.values() if op.kind == "linear"] == list(traced.names)
     for before, after in zip(traced.names, traced.names[1:], strict=False):
-        assert ops[after].inputs == (f"input of {after}",)
-        assert ops[f"input of {after}"].inputs == (before,)
-        assert ops[f"input of {after}"].kind == "fixed"
+        assert ops[after].inputs == (f"output of {before}",)
+        assert ops[f"output of {before}"].inputs == (before,)
+        assert ops[f"output of {before}"].kind == "fixed"
 
 
 def test_a_lookup_casts_no_table():

@@ -135,7 +135,7 @@ def test_precisions_that_are_hopeless_are_measured_twice(clock, monkeypatch):
         return _sum(model, batch)
 
     steps = time_precisions(model, [torch.randn(2, 3)], loss_fn, ["bf16", "fp32"])
-    assert num_calls["bf16"] == 2 < num_calls["fp32"]
+    assert num_calls["bf16"] == 4 < num_calls["fp32"]
     assert steps["bf16"].total_s == 50.0
     assert steps["fp32"].total_s == 1.0
 

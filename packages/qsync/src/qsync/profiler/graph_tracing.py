@@ -1,18 +1,20 @@
-"""The graph of a model's operators: traced by FX, or a chain of modules where tracing fails."""
+"""The graph of a model's operators: traced by FX, or a chain of modules where tracing fails.
+
+Lowered operators return their results in float32, so that whatever is no linear operator is fixed.
+"""
 
 from __future__ import annotations
 
 import inspect
-import operator
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
 from torch.fx.passes.shape_prop import ShapeProp
-from torch.nn import functional
 
-from qsync.planner.graph import Graph, Kind, Op
+from qsync.planner.graph import Graph, Op
 from qsync.profiler.gradients import LossFunction
 from qsync.profiler.state import preserve_state
 from qsync.profiler.step_timing import END, watch_operators
@@ -20,21 +22,6 @@ from qsync.runtime.modules import list_operators
 from shared.errors import DataError
 
 __all__ = ["TracedModel", "gap_name", "trace_model"]
-
-# These pass on what they read, or take a maximum or a sum of it.
-_DEPENDENT_MODULES = (
-    *(nn.ReLU, nn.Dropout, nn.Flatten, nn.Identity, nn.MaxPool1d, nn.MaxPool2d, nn.AvgPool2d),
-    *(nn.AdaptiveAvgPool2d, nn.Unflatten),
-)
-_DEPENDENT_FUNCTIONS = (
-    *(operator.add, operator.getitem, torch.add, torch.cat, torch.flatten, torch.reshape),
-    *(torch.relu, torch.stack, torch.transpose, torch.permute, torch.squeeze, torch.unsqueeze),
-    *(functional.relu, functional.dropout, functional.max_pool2d, functional.avg_pool2d),
-)
-_DEPENDENT_METHODS = (
-    *("view", "reshape", "transpose", "permute", "contiguous", "flatten", "unflatten", "chunk"),
-    *("split", "unbind", "unsqueeze", "squeeze", "expand", "relu", "add", "mT"),
-)
 
 
 class TracedModel(NamedTuple):
@@ -84,20 +71,20 @@ def trace_model(model: nn.Module, batch: Any, loss_fn: LossFunction) -> TracedMo
     except Exception as error:  # noqa: BLE001 - a model's code may raise anything on proxies
         reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         ops = _chain(model, names, numel)
-    return TracedModel(Graph(_insert_gaps(ops)), names, reason)
+    return TracedModel(Graph(_insert_gaps(_separate(ops))), names, reason)
 
 
 def _run(
     model: nn.Module, batch: Any, loss_fn: LossFunction
-) -> tuple[list[str], dict[str, tuple[int, int]], list[tuple[Any, Any]]]:
-    """Operators in the order of their calls, elements that each reads and writes, model's arguments."""
+) -> tuple[list[str], dict[str, int], list[tuple[Any, Any]]]:
+    """Operators in the order of their calls, elements that each writes, model's arguments."""
     calls: list[str] = []
-    numel: dict[str, tuple[int, int]] = {}
+    numel: dict[str, int] = {}
     arguments: list[tuple[Any, Any]] = []
 
-    def note(name: str, inputs: tuple[Any, ...], output: Any) -> None:
+    def note(name: str, _: tuple[Any, ...], output: Any) -> None:
         calls.append(name)
-        numel[name] = (inputs[0].numel(), output.numel())
+        numel[name] = output.numel()
 
     handle = model.register_forward_pre_hook(
         lambda _, args, kwargs: arguments.append((args, kwargs)), with_kwargs=True
@@ -144,7 +131,7 @@ def _trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> l
         ops.append(
             Op(
                 name,
-                "linear" if id(target) in by_module else _classify(target),
+                "linear" if id(target) in by_module else "fixed",
                 tuple(names[each] for each in node.all_input_nodes if each in names),
                 numel,
                 _count_weight(target) if id(target) in by_module else 0,
@@ -165,24 +152,29 @@ def _count_weight(module: Any) -> int:
     return module.weight.numel() if is_cast else 0
 
 
-def _classify(target: Any) -> Kind:
-    if isinstance(target, nn.Module):
-        return "dependent" if isinstance(target, _DEPENDENT_MODULES) else "fixed"
-    known = _DEPENDENT_METHODS if isinstance(target, str) else _DEPENDENT_FUNCTIONS
-    return "dependent" if target in known else "fixed"
-
-
-def _chain(model: nn.Module, names: Sequence[str], numel: dict[str, tuple[int, int]]) -> list[Op]:
-    """Operators one after another, with float32 in between, which never hides a cast."""
+def _chain(model: nn.Module, names: Sequence[str], numel: dict[str, int]) -> list[Op]:
+    """Operators one after another, as if each read the one before."""
     operators = list_operators(model)
     ops: list[Op] = []
     for name in names:
-        sources: tuple[str, ...] = ()
-        if ops:
-            ops.append(Op(f"input of {name}", "fixed", (ops[-1].name,), numel[name][0]))
-            sources = (ops[-1].name,)
-        ops.append(Op(name, "linear", sources, numel[name][1], _count_weight(operators[name])))
+        sources = (ops[-1].name,) if ops else ()
+        ops.append(Op(name, "linear", sources, numel[name], _count_weight(operators[name])))
     return ops
+
+
+def _separate(ops: Sequence[Op]) -> list[Op]:
+    """Puts a float32 tensor between operators that read one another: their results are cast back."""
+    is_linear = {op.name: op.kind == "linear" for op in ops}
+    separated: list[Op] = []
+    for op in ops:
+        inputs = op.inputs
+        if op.kind == "linear":
+            inputs = tuple(f"output of {name}" if is_linear[name] else name for name in inputs)
+        separated.append(replace(op, inputs=inputs))
+        if op.kind == "linear":
+            separated.append(Op(f"output of {op.name}", "fixed", (op.name,), op.numel))
+    read = {name for op in separated for name in op.inputs}
+    return [op for op in separated if op.name in is_linear or op.name in read]
 
 
 def _insert_gaps(ops: Sequence[Op]) -> list[Op]:

@@ -19,7 +19,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qsync.precisions import check_precision
-from qsync.runtime.quantizers import Rounding, check_rounding, find_step
+from qsync.runtime.quantizers import check_rounding, find_step
 from shared.errors import ConfigError, DataError
 
 __all__ = ["Mode", "backward_noise", "forward_noise", "rounding_variance", "weigh_by_depth"]
@@ -31,7 +31,7 @@ _FORWARD_WEIGHT = 4.0
 
 
 def rounding_variance(
-    x: Float[Tensor, "*shape"], precision: str, *, rounding: Rounding = "stochastic"
+    x: Float[Tensor, "*shape"], precision: str, *, rounding: str = "stochastic"
 ) -> Tensor:
     """Computes the variance of each element's rounding error: step^2 / 6, or / 12 to nearest.
 
@@ -48,7 +48,7 @@ def forward_noise(
     w: Float[Tensor, "columns inner"],
     precision: str,
     *,
-    rounding: Rounding = "stochastic",
+    rounding: str = "stochastic",
     mode: Mode = "exact",
 ) -> float:
     """Computes the variance of v w^T, summed over its elements, when both factors are rounded.
@@ -72,7 +72,7 @@ def backward_noise(
     gradient: Float[Tensor, "rows columns"],
     precision: str,
     *,
-    rounding: Rounding = "stochastic",
+    rounding: str = "stochastic",
     mode: Mode = "exact",
 ) -> float:
     """Computes the variance of the weight gradient g^T v, summed over its elements.
@@ -102,7 +102,7 @@ def weigh_by_depth(forward: float, backward: float, depth: int, num_depths: int)
 
 
 def _product_noise(
-    v: Tensor, w: Tensor, precision: str, w_precision: str, rounding: Rounding, mode: Mode
+    v: Tensor, w: Tensor, precision: str, w_precision: str, rounding: str, mode: Mode
 ) -> float:
     if mode not in ("exact", "paper"):
         raise ConfigError(f"mode: expected 'exact' or 'paper', got {mode!r}")

@@ -75,10 +75,13 @@ class RankProfile:
             name = self.graph.ops[i].name
             for precision in forward_s[name]:
                 casts.set(name, precision)
-                cast_s = sum(casts.forward_s), sum(casts.backward_s)
+                for row, cast_s in (
+                    (forward_s[name], casts.forward_s),
+                    (backward_s[name], casts.backward_s),
+                ):
+                    # What an operator's own price cannot hold, its neighbours' casts take.
+                    row[precision] = max(row[precision] - sum(cast_s), -cast_s[i])
                 casts.undo()
-                for row, seconds in zip((forward_s[name], backward_s[name]), cast_s, strict=True):
-                    row[precision] = max(row[precision] - seconds, 0.0)
         return RankCosts(
             kernel_s=lambda op, precision: _look_up(forward_s, op, precision),
             backward_kernel_s=lambda op, precision: _look_up(backward_s, op, precision),

@@ -2,7 +2,8 @@
 
 Hooks mark when an operator begins and ends: around a module's forward, and around the nodes that it
 adds to the autograd graph. What lies between two operators, launch gaps included, is the time before
-the later one. Precisions take turns, so that all are measured on the same minutes of a machine.
+the later one. Steps without hooks say how long a step takes as a whole. Precisions take turns, so that
+all are measured in the same minutes of a machine.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ __all__ = ["END", "StepSeconds", "time_precisions", "watch_operators"]
 END = ""
 """Name under which stands what follows the last operator: the loss, and its backward pass."""
 
-_NUM_STEPS = 7
+_NUM_STEPS = 5
 # A precision this many times slower than float32 is of no use: two steps say so.
 _HOPELESS = 4.0
 
@@ -75,26 +76,32 @@ def time_precisions(
         precisions: names to measure; float32 is one of them.
 
     Returns:
-        By precision, the median of each part, scaled so that the parts add up to the median step.
+        By precision, the median of each part, scaled so that the parts add up to the median of steps
+        without hooks.
 
     Raises:
         DataError: no operator ran.
     """
     steps: dict[str, list[StepSeconds]] = {name: [] for name in precisions}
+    whole_s: dict[str, list[float]] = {name: [] for name in precisions}
     operators = list_operators(model)
     with preserve_state(model), keep_precisions(model):
         for index in range(_NUM_STEPS + 1):
             for precision in precisions:
-                seconds = steps[precision]
-                if precision != HIGHEST and len(seconds) == 2:
-                    float32_s = min(step.total_s for step in steps[HIGHEST])
-                    if min(step.total_s for step in seconds) > _HOPELESS * float32_s:
-                        continue
+                if len(whole_s[precision]) == 2 and min(whole_s[precision]) > _HOPELESS * min(
+                    whole_s[HIGHEST]
+                ):
+                    continue
                 for module in operators.values():
                     set_precision(module, precision)
-                seconds.append(_time_step(model, batches[index % len(batches)], loss_fn))
+                batch = batches[index % len(batches)]
+                steps[precision].append(_time_parts(model, batch, loss_fn))
+                whole_s[precision].append(_time_step(model, batch, loss_fn))
     # The first step of each precision compiles kernels and fills caches.
-    return {precision: _take_medians(seconds[1:]) for precision, seconds in steps.items()}
+    return {
+        precision: _take_medians(steps[precision][1:], whole_s[precision][1:])
+        for precision in precisions
+    }
 
 
 @contextmanager
@@ -203,19 +210,10 @@ class _Marks:
         return seconds
 
 
-def _time_step(model: nn.Module, batch: Any, loss_fn: LossFunction) -> StepSeconds:
-    for parameter in model.parameters():
-        parameter.grad = None
+def _time_parts(model: nn.Module, batch: Any, loss_fn: LossFunction) -> StepSeconds:
     marks = _Marks(model)
-    with (
-        torch.enable_grad(),
-        watch_operators(model, lambda name, _: marks.add("enter", name), marks.leave),
-    ):
-        marks.add("begin")
-        loss = loss_fn(model, batch)
-        marks.add("backward")
-        loss.backward()
-        marks.add("end")
+    with watch_operators(model, lambda name, _: marks.add("enter", name), marks.leave):
+        _run_step(model, batch, loss_fn, marks.add)
     seconds = marks.sum_up()
     if not seconds.forward_s:
         raise DataError(
@@ -225,12 +223,31 @@ def _time_step(model: nn.Module, batch: Any, loss_fn: LossFunction) -> StepSecon
     return seconds
 
 
-def _take_medians(steps: Sequence[StepSeconds]) -> StepSeconds:
+def _time_step(model: nn.Module, batch: Any, loss_fn: LossFunction) -> float:
+    marks = _Marks(model)
+    _run_step(model, batch, loss_fn, marks.add)
+    return marks.sum_up().total_s
+
+
+def _run_step(
+    model: nn.Module, batch: Any, loss_fn: LossFunction, mark: Callable[[str], None]
+) -> None:
+    for parameter in model.parameters():
+        parameter.grad = None
+    with torch.enable_grad():
+        mark("begin")
+        loss = loss_fn(model, batch)
+        mark("backward")
+        loss.backward()
+        mark("end")
+
+
+def _take_medians(steps: Sequence[StepSeconds], whole_s: Sequence[float]) -> StepSeconds:
     median = StepSeconds()
     for k, part in enumerate(median.parts):
         for name in dict.fromkeys(name for step in steps for name in step.parts[k]):
             part[name] = float(np.median([step.parts[k].get(name, 0.0) for step in steps]))
-    scale = float(np.median([step.total_s for step in steps])) / median.total_s
+    scale = float(np.median(whole_s)) / median.total_s
     for part in median.parts:
         for name in part:
             part[name] *= scale
