@@ -39,10 +39,16 @@ class ConvolutionGeometry(NamedTuple):
 
 def _round(factor: Tensor, precision: str, has_one_scale: bool = False) -> Saved:
     if precision in CODE_DTYPES:
-        rows = factor.reshape(factor.shape[0], -1)
+        rows = factor.flatten(1)
         codes, scale = quantize_rows(rows, CODE_DTYPES[precision], has_one_scale)
         return codes.view(factor.shape), scale
     return factor.to(FLOAT_DTYPES[precision]), None
+
+
+def _save(ctx: Any, a: Saved, b: Saved) -> None:
+    """Saves each factor of a product if the other one's gradient is asked for."""
+    needs_a, needs_b = ctx.needs_input_grad[:2]
+    ctx.save_for_backward(*(a if needs_b else (None, None)), *(b if needs_a else (None, None)))
 
 
 def _backward_dtype(precision: str) -> torch.dtype:
@@ -85,7 +91,7 @@ class Linear(torch.autograd.Function):
             out = scaled_matmul(a, a_scale, b, b_scale, bias, x.dtype)
         else:
             out = functional.linear(a, b, None if bias is None else bias.to(b.dtype)).to(x.dtype)
-        ctx.save_for_backward(a, a_scale, b, b_scale)
+        _save(ctx, (a, a_scale), (b, b_scale))
         ctx.precision, ctx.dtypes = precision, (x.dtype, weight.dtype)
         return out.view(*x.shape[:-1], weight.shape[0])
 
@@ -99,7 +105,7 @@ class Linear(torch.autograd.Function):
         grad_x = grad_weight = grad_bias = None
         if ctx.needs_input_grad[0]:
             grad_x = _scale_dim(rows, b_scale, 1).to(dtype) @ b.to(dtype)
-            grad_x = grad_x.to(ctx.dtypes[0]).view(*grad.shape[:-1], b.shape[1])
+            grad_x = grad_x.to(ctx.dtypes[0]).view(*grad.shape[:-1], -1)
         if ctx.needs_input_grad[1]:
             scaled = _scale_dim(rows, a_scale, 0).to(dtype)
             grad_weight = _multiply_wide(scaled.t(), a.to(dtype)).to(ctx.dtypes[1])
@@ -138,8 +144,9 @@ class Convolution(torch.autograd.Function):
             out = _convolve(a.to(torch.bfloat16), b.to(torch.bfloat16), None, geometry)
             out = _scale_dim(_scale_dim(out.to(torch.float32), a_scale, 0), b_scale, 1)
             out = (out if bias is None else out + bias.view(-1, *[1] * (x.ndim - 2))).to(x.dtype)
-        ctx.save_for_backward(a, a_scale, b, b_scale)
+        _save(ctx, (a, a_scale), (b, b_scale))
         ctx.precision, ctx.geometry, ctx.dtypes = precision, geometry, (x.dtype, weight.dtype)
+        ctx.shapes = x.shape, weight.shape
         return out
 
     @staticmethod
@@ -149,14 +156,16 @@ class Convolution(torch.autograd.Function):
         a, a_scale, b, b_scale = ctx.saved_tensors
         dtype = _backward_dtype(ctx.precision)
         stride, padding, dilation, groups = ctx.geometry
-        narrow_a, narrow_b = a.to(dtype), b.to(dtype)
+        x_shape, weight_shape = ctx.shapes
 
         def multiply(scaled: Tensor, mask: list[bool]) -> Any:
             space = [0] * len(stride)
+            scaled = scaled.to(dtype)
+            # What is not saved is not read: only its shape counts.
             return torch.ops.aten.convolution_backward(
-                scaled.to(dtype),
-                narrow_a,
-                narrow_b,
+                scaled,
+                scaled.new_empty(()).expand(x_shape) if a is None else a.to(dtype),
+                scaled.new_empty(()).expand(weight_shape) if b is None else b.to(dtype),
                 None,
                 stride,
                 padding,
@@ -234,7 +243,7 @@ class MatrixProduct(torch.autograd.Function):
                 out = out.to(torch.float32) * left_scale.view(*left.shape[:-1], 1)
                 out = out * right_scale.view(*right.shape[:-2], 1, -1)
             out = out.to(a.dtype)
-        ctx.save_for_backward(left, left_scale, right, right_scale)
+        _save(ctx, (left, left_scale), (right, right_scale))
         ctx.precision, ctx.dtypes = precision, (a.dtype, b.dtype)
         return out
 

@@ -20,12 +20,12 @@ __all__ = ["MatMul", "get_precision", "list_operators", "set_precision"]
 
 
 class LoweredLinear(nn.Linear):
-    """A linear layer in the precision `precision`, with a scale a row."""
+    """A linear layer in the precision `precision`."""
 
     precision: str
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias, precision=self.precision, scales="row")
+        return linear(x, self.weight, self.bias, precision=self.precision)
 
 
 class _LoweredConvolution(nn.modules.conv._ConvNd):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -28,7 +26,7 @@ def linear(
     bias: Float[Tensor, " out"] | None = None,
     *,
     precision: str,
-    scales: Literal["tensor", "row"] = "tensor",
+    scales: str = "row",
 ) -> Float[Tensor, "*batch out"]:
     """Multiplies x by the transposed weight in a precision, rounding factors to nearest.
 
@@ -37,8 +35,8 @@ def linear(
         weight: float32 master; its gradient is float32.
         bias: added to each row.
         precision: a name in `qsync.precisions.PRECISIONS`. fp8 saves memory, but no time on a CPU.
-        scales: one scale for each of x and weight, or one for each of their rows (more precise).
-            bf16 and fp16 have none.
+        scales: of int8 and fp8: "row", one for each row of x and of the weight, as modules have it,
+            or "tensor", one for each of the two (coarser).
 
     Raises:
         ConfigError: precision or scales is unknown.

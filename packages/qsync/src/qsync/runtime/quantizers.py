@@ -8,8 +8,6 @@ step^2 / 6 without a bias.
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -21,14 +19,12 @@ from shared.kernels.scaled_matmul import FP8_MAX, INT8_MAX, quantize_rows
 __all__ = [
     "CODE_DTYPES",
     "FLOAT_DTYPES",
-    "Rounding",
     "check_rounding",
     "fake_quantize",
     "find_step",
     "round_rows",
 ]
 
-Rounding = Literal["stochastic", "nearest"]
 
 FLOAT_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, HIGHEST: torch.float32}
 CODE_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
@@ -50,7 +46,7 @@ def fake_quantize(
     x: Float[Tensor, "*shape"],
     precision: str,
     *,
-    rounding: Rounding = "stochastic",
+    rounding: str = "stochastic",
     seed: int = 0,
 ) -> Float[Tensor, "*shape"]:
     """Rounds a tensor to the numbers of a format, with one scale for the tensor; not differentiable.

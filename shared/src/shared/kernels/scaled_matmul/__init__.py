@@ -10,7 +10,7 @@ zeros has scale 1. A row that holds NaN or an infinity has scale NaN and codes 0
 NaN.
 """
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -43,14 +43,14 @@ def quantize_rows(
     x: Float[Tensor, "rows columns"],
     dtype: torch.dtype,
     *,
-    scales: Literal["row", "tensor"] = "row",
+    scales: str = "row",
 ) -> ScaledRows:
     """Rounds a matrix to codes; not differentiable.
 
     Args:
         x: any float type; computed in float32.
         dtype: torch.int8 or torch.float8_e4m3fn.
-        scales: one scale a row, or the same for all rows.
+        scales: "row", one scale a row, or "tensor", the same for all rows.
 
     Raises:
         ConfigError: dtype or scales is none of those above.

@@ -114,12 +114,12 @@ def _scaled_matmul(
         left = tl.load(
             a + row[:, None] * columns + (start + lanes)[None, :],
             mask=has_row[:, None] & has_column[None, :],
-            other=0,
+            other=0.0,
         )
         right = tl.load(
             b + b_row[None, :] * columns + (start + lanes)[:, None],
             mask=has_b_row[None, :] & has_column[:, None],
-            other=0,
+            other=0.0,
         )
         sums = tl.dot(left, right, sums, out_dtype=SUM)
     scaled = sums.to(tl.float32) * tl.load(a_scale + row, mask=has_row, other=0.0)[:, None]
