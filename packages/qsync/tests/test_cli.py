@@ -1,4 +1,5 @@
 import json
+from pathlib import Path
 
 import pytest
 
@@ -83,6 +84,41 @@ def test_profile_prints_a_row_for_each_operator(job, capsys):
 def test_functions_that_build_no_job_are_named(job, build, message, capsys):
     assert main(["plan", "--build", build.format(job=job)]) == 1
     assert message in capsys.readouterr().err
+
+
+TRACES = [str(Path(__file__).parent / f"diagnosis/assets/rank{rank}.json.gz") for rank in (0, 1)]
+
+
+def test_traces_are_diagnosed_and_advice_given(tmp_path, capsys):
+    picture = tmp_path / "waits.svg"
+    assert main(["diagnose", *TRACES, "--advise", "--picture", str(picture)]) == 0
+    text = capsys.readouterr().out
+    assert "Waiting for rank 1 in each step: rank 0" in text
+    assert "1. run AddmmBackward0, aten::linear of rank 1" in text
+    assert picture.stat().st_size > 0
+    assert main(["diagnose", *TRACES, "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["slowest_rank"] == 1
+    assert record["causes"][0]["kind"] == "slow rank"
+    assert "advice" not in record
+
+
+def test_replay_predicts_a_change_and_draws_both(tmp_path, capsys):
+    out = tmp_path / "new" / "both.json"
+    change = ["--rank-speed", "1=2", "--operator-speed", "aten::gelu=1.5", "--bucket", "1MiB"]
+    assert main(["replay", *TRACES, *change, "--out", str(out), "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["changed_s"] < 0.9 * record["replayed_s"]
+    assert json.loads(out.read_text())["traceEvents"]
+    assert main(["replay", *TRACES]) == 0
+    assert "1.00 times as fast" in capsys.readouterr().out
+
+
+def test_wrong_traces_and_changes_are_one_sentence(capsys):
+    assert main(["diagnose", TRACES[1]]) == 1
+    assert "expected the traces of all ranks" in capsys.readouterr().err
+    assert main(["replay", *TRACES, "--rank-speed", "one=2"]) == 1
+    assert "rank_speed: expected a name and its factor" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("argv", [["demo", "--fast"], ["plan"], ["plan", "--build"]])

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
 
 from shared.cli import DemoOptions, JsonOption, run_command
+from shared.errors import ConfigError
 
 if TYPE_CHECKING:
     from qsync.profiler.indicator import OperatorNoise
@@ -18,6 +23,8 @@ _ABOUT = """Train on unequal devices together, giving up the least precision.
 
 Which operators of a training step must stay in float32 on this device, and which need not:
   qsync plan --build train:build --target-time 0.8x
+Who waits for whom in a job of several ranks, and why:
+  qsync diagnose report/rank0.json report/rank1.json --advise
 
 Exit status: 0 done; 1 failed; 2 wrong usage.
 """
@@ -140,6 +147,127 @@ class MeasureSensitivity(_JobOptions):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class _TraceOptions(JsonOption):
+    traces: Annotated[tuple[Path, ...], tyro.conf.Positional]
+    """Traces that torch.profiler exported, one of each rank."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiagnoseTraces(_TraceOptions):
+    """Say who waits for whom and why, from torch.profiler traces of any DDP job.
+
+    Examples:
+        qsync diagnose report/rank0.json report/rank1.json
+        qsync diagnose report/rank0.json report/rank1.json --advise
+    """
+
+    advise: bool = False
+    """Also rank changes by their predicted gain."""
+    memory: str | None = None
+    """Memory of each device, such as 8GiB, which the advised changes must keep to."""
+    picture: Path | None = None
+    """SVG file for a picture of who waits."""
+
+    def execute(self) -> None:
+        """Prints the diagnosis."""
+        from qsync import diagnose
+        from qsync.diagnosis.advise import advise
+        from qsync.report import describe_advice, draw_waits
+        from shared.units import parse_bytes
+
+        diagnosis = diagnose(self.traces)
+        record = {
+            "step_s": diagnosis.step_s,
+            "replayed_step_s": diagnosis.replayed_step_s,
+            "slowest_rank": diagnosis.slowest_rank,
+            "wait_s": diagnosis.wait_s,
+            "transfer_s": diagnosis.transfer_s,
+            "clock_offset_s": diagnosis.clock_offset_s,
+            "causes": [cause._asdict() for cause in diagnosis.causes],
+        }
+        text = diagnosis.explain()
+        if self.advise:
+            limit = None if self.memory is None else parse_bytes(self.memory)
+            advices = advise(diagnosis, memory_limit_bytes=limit)
+            record["advice"] = [
+                {
+                    "strategy": each.strategy,
+                    "text": each.text,
+                    "step_s": each.step_s,
+                    "gain": each.gain,
+                }
+                for each in advices
+            ]
+            text += f"\n{describe_advice(advices)}"
+        if self.picture is not None:
+            draw_waits({"as traced": diagnosis}, self.picture)
+        self.print_result(record, text)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayTraces(_TraceOptions):
+    """Predict a traced job's step under changes that nobody has made yet.
+
+    Examples:
+        qsync replay report/rank0.json report/rank1.json --link-speed 2
+        qsync replay report/rank0.json report/rank1.json --rank-speed 1=1.5 --out report/both.json
+    """
+
+    link_speed: float = 1.0
+    """Factor on the rate of the links."""
+    rank_speed: tuple[str, ...] = ()
+    """Factors on all that a rank does, as 1=1.5."""
+    operator_speed: tuple[str, ...] = ()
+    """Factors on an operator on all ranks, as aten::linear=2."""
+    gradient_share: float = 1.0
+    """Bytes of gradients as a share of the present ones: 0.5 for bf16."""
+    bucket: str | None = None
+    """Size of DDP's buckets, such as 5MiB."""
+    accumulation: int = 1
+    """Micro-batches whose gradients are added up before they are all-reduced."""
+    out: Path | None = None
+    """Chrome trace to write: the measured steps beside the replayed ones."""
+
+    def execute(self) -> None:
+        """Prints the step as traced, replayed, and changed."""
+        from qsync import diagnose
+        from qsync.diagnosis.chrome import write_comparison
+        from qsync.diagnosis.what_if import JobChange
+        from shared.units import format_s, parse_bytes
+
+        change = JobChange(
+            link_speed=self.link_speed,
+            rank_speed={
+                int(rank): speed
+                for rank, speed in _read_factors("rank_speed", self.rank_speed, r"\d+")
+            },
+            operator_speed={
+                (None, name): speed
+                for name, speed in _read_factors("operator_speed", self.operator_speed, r".+")
+            },
+            gradient_share=self.gradient_share,
+            bucket_bytes=None if self.bucket is None else parse_bytes(self.bucket),
+            accumulation=self.accumulation,
+        )
+        diagnosis = diagnose(self.traces)
+        forecast = diagnosis.job.predict(change)
+        if self.out is not None:
+            self.out.parent.mkdir(parents=True, exist_ok=True)
+            write_comparison(diagnosis, self.out, change)
+        record = {
+            "measured_s": diagnosis.step_s,
+            "replayed_s": diagnosis.replayed_step_s,
+            "changed_s": forecast.step_s,
+        }
+        text = (
+            f"measured {format_s(diagnosis.step_s)} a step, replayed "
+            f"{format_s(diagnosis.replayed_step_s)}; with the changes {format_s(forecast.step_s)}, "
+            f"{diagnosis.replayed_step_s / forecast.step_s:.2f} times as fast"
+        )
+        self.print_result(record, text)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Demo(DemoOptions):
     """Sum ranges by prefix sums and one by one, on this machine.
 
@@ -174,12 +302,22 @@ def main(argv: list[str] | None = None) -> int:
             "plan": MakePlan,
             "profile": ProfileModel,
             "sensitivity": MeasureSensitivity,
+            "replay": ReplayTraces,
+            "diagnose": DiagnoseTraces,
             "demo": Demo,
         },
         prog="qsync",
         about=_ABOUT,
         argv=argv,
     )
+
+
+def _read_factors(option: str, pairs: tuple[str, ...], key: str) -> Iterator[tuple[str, float]]:
+    for pair in pairs:
+        match = re.fullmatch(rf"({key})=(\d+\.?\d*)", pair)
+        if match is None:
+            raise ConfigError(f"{option}: expected a name and its factor, as 1=1.5, got {pair!r}")
+        yield match[1], float(match[2])
 
 
 def _describe_profile(profile: RankProfile) -> str:
