@@ -28,11 +28,8 @@ if TYPE_CHECKING:
     from qsync.runtime.apply import apply
     from qsync.runtime.products import linear
     from qsync.runtime.quantizers import fake_quantize
-    from qsync.summing.ranges import range_sums
-    from qsync.summing.registry import METHODS
 
 __all__ = [
-    "METHODS",
     "CostMapper",
     "Graph",
     "Op",
@@ -44,7 +41,6 @@ __all__ = [
     "forward_noise",
     "linear",
     "plan",
-    "range_sums",
     "recover_precision",
     "sensitivity",
 ]
@@ -65,8 +61,6 @@ _HOMES = {
     "runtime.apply": ("apply",),
     "runtime.products": ("linear",),
     "runtime.quantizers": ("fake_quantize",),
-    "summing.ranges": ("range_sums",),
-    "summing.registry": ("METHODS",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -269,7 +269,7 @@ class ReplayTraces(_TraceOptions):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demo(DemoOptions):
-    """Sum ranges by prefix sums and one by one, on this machine.
+    """Train MiniLM on two unlike ranks, in float32 and by a plan in turns, on this machine.
 
     Examples:
         qsync demo --out report/qsync
@@ -277,9 +277,9 @@ class Demo(DemoOptions):
     """
 
     out: Path = Path("report/qsync")
-    """Folder for demo.json and a picture."""
+    """Folder for demo.json, the plan and a picture."""
     full: bool = False
-    """The long form: more repeats."""
+    """The long form: more tokens, all layers, int8 too."""
 
     def execute(self) -> int:
         """Runs the demo and prints its claims; 1 if a result is not correct."""
