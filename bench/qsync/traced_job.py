@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 from qsync.diagnosis.traces.recording import record_steps
 from shared.comms import Group, barrier
 
-ROWS, WIDTH, CLASSES = 256, 512, 10
+WIDTH, CLASSES = 512, 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,25 +24,29 @@ class PlantedDelay:
         rank: the rank that is late.
         gelu_repeats: how often this rank computes each GELU.
         loader_s: seconds that this rank's loader sleeps for each batch.
+        rows: rows of a batch.
         num_layers: hidden layers of 1 MB of weights.
         bucket_mb: DDP's buckets.
         has_bf16_gradients: whether gradients travel in bf16.
+        accumulation: batches whose gradients are added up before they are all-reduced.
     """
 
     rank: int = 1
     gelu_repeats: int = 1
     loader_s: float = 0.0
+    rows: int = 256
     num_layers: int = 6
     bucket_mb: float = 2
     has_bf16_gradients: bool = False
+    accumulation: int = 1
 
 
 class _Batches(Dataset):
-    def __init__(self, loader_s):
+    def __init__(self, rows, loader_s):
         random = torch.Generator().manual_seed(0)
         self.loader_s = loader_s
-        self.inputs = torch.randn(ROWS, WIDTH, generator=random)
-        self.labels = torch.randint(CLASSES, (ROWS,), generator=random)
+        self.inputs = torch.randn(rows, WIDTH, generator=random)
+        self.labels = torch.randint(CLASSES, (rows,), generator=random)
 
     def __len__(self):
         return 10_000
@@ -80,30 +84,34 @@ def send_in_bf16(state, bucket):
 
 
 def train(delay, num_steps, trace=None):
-    """Trains, and writes a trace if a folder is given; seconds of an untraced step."""
+    """Trains, and writes a trace if a folder is given; seconds of an untraced step of one batch."""
     torch.set_num_threads(1)
     group = Group.world()
     model = DistributedDataParallel(_build(delay, group.rank), bucket_cap_mb=delay.bucket_mb)
     model.register_comm_hook(None, send_in_bf16 if delay.has_bf16_gradients else allreduce_hook)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3, fused=True)
     loader_s = delay.loader_s if group.rank == delay.rank else 0.0
-    batches = iter(DataLoader(_Batches(loader_s), batch_size=None))
+    batches = iter(DataLoader(_Batches(delay.rows, loader_s), batch_size=None))
+
+    def run_batch():
+        inputs, labels = next(batches)
+        nn.functional.cross_entropy(model(inputs), labels).backward()
 
     def run_step():
-        inputs, labels = next(batches)
-        loss = nn.functional.cross_entropy(model(inputs), labels)
         optimizer.zero_grad(set_to_none=True)
-        loss.backward()
+        with model.no_sync():
+            for _ in range(delay.accumulation - 1):
+                run_batch()
+        run_batch()
         optimizer.step()
 
-    for _ in range(3):
+    for _ in range(2):
         run_step()
     barrier(group)
     if trace is not None:
         record_steps(run_step, Path(trace) / f"rank{group.rank}.json.gz", num_steps=num_steps)
         return 0.0
-    times = [time.perf_counter()]
+    started = time.perf_counter()
     for _ in range(num_steps):
         run_step()
-        times.append(time.perf_counter())
-    return (times[-1] - times[0]) / num_steps
+    return (time.perf_counter() - started) / num_steps / delay.accumulation

@@ -27,8 +27,8 @@ CauseKind = Literal["slow rank", "slow operator", "late loader", "slow link"]
 _MAIN_SHARE = 0.5
 # Ranks whose seconds differ by less over all steps are equally fast.
 _ALIKE = 0.01
-# How much more than all else an operator must lag behind.
-_ABOVE_REST = 1.25
+# Part of its own lag by which all else may lag where one operator is the cause.
+_REST_SHARE = 0.25
 
 
 class DelayCause(NamedTuple):
@@ -75,7 +75,9 @@ def find_rank_cause(
         sum(reference.values()) - reference[worst], 1e-12
     )
     lag = mine.get(worst, 0.0) / max(reference[worst], 1e-12)
-    is_main = excess[worst] >= _MAIN_SHARE * total and lag > _ABOVE_REST * rest
+    is_main = (
+        excess[worst] >= _MAIN_SHARE * total and lag > 1 and rest - 1 <= _REST_SHARE * (lag - 1)
+    )
     spent = f"{format_s(mine.get(worst, 0.0))} a step against {format_s(reference[worst])}"
     if is_main and worst == LOADER:
         text = f"the loader of rank {rank} is late: {spent} on the others"
