@@ -35,7 +35,9 @@ def test_demo_makes_claims_the_tour_accepts(tmp_path, capsys):
     demo = read_demo(tmp_path)
     assert demo.package == "qsync"
     assert faults(demo) == []
-    assert capsys.readouterr().err.count("qsync: ") == len(demo.claims)
+    # A slow machine prints progress, too.
+    lines = capsys.readouterr().err.splitlines()
+    assert all(any(line.startswith(f"qsync: {c.name}") for line in lines) for c in demo.claims)
 
 
 def test_a_plan_is_written_and_explained(job, tmp_path, capsys):

@@ -8,7 +8,7 @@ import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -127,11 +127,11 @@ class BertEncoder(nn.Module):
             }
         )
         self.dropout = nn.Dropout(rate)
-        layers = [
+        layers = nn.ModuleList(
             _Layer(dim, config["intermediate_size"], config["num_attention_heads"], rate)
             for _ in range(config["num_hidden_layers"])
-        ]
-        self.encoder = nn.ModuleDict({"layer": nn.ModuleList(layers)})
+        )
+        self.encoder = nn.ModuleDict({"layer": layers})
 
     def forward(self, token_ids: Int[Tensor, "batch length"]) -> Float[Tensor, "batch length dim"]:
         """Encodes tokens; positions count from 0, and all tokens have type 0."""
@@ -140,7 +140,7 @@ class BertEncoder(nn.Module):
         x = x + self.embeddings["token_type_embeddings"](torch.zeros_like(token_ids))
         x = x + self.embeddings["position_embeddings"](positions)
         x = self.dropout(self.embeddings["LayerNorm"](x))
-        for layer in self.encoder["layer"]:
+        for layer in cast("nn.ModuleList", self.encoder["layer"]):
             x = layer(x)
         return x
 

@@ -88,9 +88,13 @@ def test_gaps_stand_before_each_operator_and_at_the_end():
     assert (gap.kind, gap.inputs, gap.numel) == ("fixed", (), 0)
 
 
-class _Branching(_Branches):
+class _Branching(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = _Branches()
+
     def forward(self, x):
-        return super().forward(x) if x.sum() > -1e9 else x
+        return self.inner(x) if x.sum() > -1e9 else x
 
 
 class _Twice(nn.Module):
@@ -128,10 +132,11 @@ def test_a_lookup_casts_no_table():
 
 
 def test_tracing_keeps_buffers_and_random_numbers():
-    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Dropout(0.5))
-    mean, state = model[1].running_mean.clone(), torch.get_rng_state()
+    norm = nn.BatchNorm2d(2)
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), norm, nn.Dropout(0.5))
+    before, state = [each.clone() for each in norm.buffers()], torch.get_rng_state()
     trace_model(model, torch.randn(2, 1, 5, 5, generator=torch.Generator()), _mean)
-    assert torch.equal(model[1].running_mean, mean)
+    assert all(map(torch.equal, norm.buffers(), before))
     assert torch.equal(torch.get_rng_state(), state)
 
 

@@ -109,8 +109,8 @@ class _OnceDifferentiable(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad):
-        return grad * ctx.saved_tensors[0].cos()
+    def backward(ctx, *grads):  # type: ignore[override]
+        return grads[0] * ctx.saved_tensors[0].cos()
 
 
 class _Sine(nn.Module):

@@ -114,6 +114,7 @@ def sensitivity(
         raise DataError("batches: expected at least one, got none")
     generator = torch.Generator().manual_seed(seed)
     errors: dict[str, dict[str, float]] = {name: dict.fromkeys(names, 0.0) for name in operators}
+    noise: dict[str, dict[str, float]] = {}
     squared_norm = 0.0
     try:
         with in_float32(model):
@@ -190,12 +191,13 @@ def _probe(
         # Gradients of parameters that the loss does not depend on have no graph.
         depends = [each for each in gradient if each.requires_grad]
         inner = [tap for tap in taps if tap.variable is not None]
+        variables = [tap.variable for tap in inner if tap.variable is not None]
         effects = [torch.zeros_like(tap.value) for tap in inner]
         for _ in range(num_probes):
             signs = [_draw_signs(each, generator) for each in depends]
             derivatives = torch.autograd.grad(
                 depends,
-                [tap.variable for tap in inner],  # type: ignore[misc]
+                variables,
                 signs,
                 retain_graph=True,
                 allow_unused=True,

@@ -30,8 +30,9 @@ def preserve_state(model: nn.Module) -> Iterator[None]:
     ]
     modes = [(module, module.training) for module in model.modules()]
     gradients = [
-        (parameter, parameter.grad, None if parameter.grad is None else parameter.grad.clone())
+        (parameter, gradient, None if gradient is None else gradient.clone())
         for parameter in model.parameters()
+        for gradient in [parameter.grad]
     ]
     python_state, numpy_state = random.getstate(), np.random.get_state()
     devices = sorted({each.device.index or 0 for each in model.parameters() if each.is_cuda})
@@ -48,7 +49,9 @@ def preserve_state(model: nn.Module) -> Iterator[None]:
                 buffer.copy_(value)
                 module._buffers[name] = buffer
             for parameter, gradient, value in gradients:
-                parameter.grad = gradient if value is None else gradient.copy_(value)
+                parameter.grad = gradient
+                if gradient is not None and value is not None:
+                    gradient.copy_(value)
 
 
 @contextmanager
