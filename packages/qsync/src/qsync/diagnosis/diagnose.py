@@ -80,10 +80,12 @@ class Diagnosis:
             if cause.rank is None:
                 lines.append(f"All ranks wait for the link: {cause.text}.")
                 continue
+            waits_s = [row[cause.rank] for row in self.waits_for_s]
+            least_s = min(_NOTICED * self.step_s, max(waits_s))
             waiting = ", ".join(
-                f"rank {rank} {format_s(row[cause.rank])}"
-                for rank, row in enumerate(self.waits_for_s)
-                if row[cause.rank] >= _NOTICED * self.step_s
+                f"rank {rank} {format_s(wait_s)}"
+                for rank, wait_s in enumerate(waits_s)
+                if wait_s >= least_s
             )
             lines.append(
                 f"Waiting for rank {cause.rank} in each step: {waiting}, up to "
