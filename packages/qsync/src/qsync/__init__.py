@@ -26,10 +26,12 @@ if TYPE_CHECKING:
     from qsync.profiler.noise import forward_noise
     from qsync.profiler.planning import plan
     from qsync.runtime.apply import apply
+    from qsync.runtime.ddp import DDP
     from qsync.runtime.products import linear
     from qsync.runtime.quantizers import fake_quantize
 
 __all__ = [
+    "DDP",
     "CostMapper",
     "Graph",
     "Op",
@@ -59,6 +61,7 @@ _HOMES = {
     "profiler.noise": ("forward_noise",),
     "profiler.planning": ("plan",),
     "runtime.apply": ("apply",),
+    "runtime.ddp": ("DDP",),
     "runtime.products": ("linear",),
     "runtime.quantizers": ("fake_quantize",),
 }

@@ -131,7 +131,10 @@ def test_convolution_gives_the_gradients_that_are_asked_for(asked):
     geometry = ConvolutionGeometry((1, 1), (1, 1), (1, 1), 1)
     x, weight = _draw(2, 3, 5, 5), _draw(4, 3, 3, 3)
     both = [each.clone().requires_grad_() for each in (x, weight)]
-    some = [each.clone().requires_grad_(is_asked) for each, is_asked in zip((x, weight), asked)]
+    some = [
+        each.clone().requires_grad_(is_asked)
+        for each, is_asked in zip((x, weight), asked, strict=True)
+    ]
     for pair in (both, some):
         convolve(*pair, None, geometry, precision="int8").square().sum().backward()
     for full, part, is_asked in zip(both, some, asked, strict=True):

@@ -1,32 +1,20 @@
 """Lowers a model's operators to the precisions of a plan."""
 
-from __future__ import annotations
-
-from typing import Protocol, runtime_checkable
-
 import torch
 from torch import distributed, nn
 
-from qsync.precisions import HIGHEST, check_precision
+from qsync.planner.plan import Plan
+from qsync.precisions import HIGHEST
 from qsync.runtime.modules import list_operators, set_precision
 from shared.errors import ConfigError
 
-__all__ = ["apply"]
+__all__ = ["apply", "find_plan"]
+
+# A plan stays with its model when that is copied or pickled.
+_PLAN = "_qsync_plan"
 
 
-@runtime_checkable
-class PrecisionPlan(Protocol):
-    """What `apply` asks of a plan."""
-
-    def check_model(self, model: nn.Module) -> None:
-        """Refuses a model that the plan was not made for."""
-
-    def precision(self, module: str, rank: int = 0) -> str:
-        """Returns the precision of an operator on a rank."""
-        ...
-
-
-def apply(model: nn.Module, plan: PrecisionPlan) -> nn.Module:
+def apply(model: nn.Module, plan: Plan) -> nn.Module:
     """Lowers a model's operators to this rank's precisions, in place.
 
     Parameters, their names, order and types stay. So do hooks, tied weights and frozen layers.
@@ -40,15 +28,21 @@ def apply(model: nn.Module, plan: PrecisionPlan) -> nn.Module:
         The model itself.
 
     Raises:
-        ConfigError: the plan is of another model, names an unknown precision, or lowers an operator
-            whose weight is not float32. The model is unchanged then.
+        ConfigError: the plan is of another model or number of ranks, or lowers an operator whose
+            weight is not float32. The model is unchanged then.
     """
     plan.check_model(model)
-    rank = distributed.get_rank() if distributed.is_initialized() else 0
+    rank = 0
+    if distributed.is_available() and distributed.is_initialized():
+        rank, num_ranks = distributed.get_rank(), distributed.get_world_size()
+        if len(plan.ranks) not in (1, num_ranks):
+            raise ConfigError(
+                f"plan: expected one of {num_ranks} ranks, got one made for {len(plan.ranks)}; plan "
+                "anew for these ranks"
+            )
     operators = list_operators(model)
     precisions = {name: plan.precision(name, rank) for name in operators}
     for name, precision in precisions.items():
-        check_precision(precision)
         weight = getattr(operators[name], "weight", None)
         if precision != HIGHEST and weight is not None and weight.dtype != torch.float32:
             raise ConfigError(
@@ -57,4 +51,10 @@ def apply(model: nn.Module, plan: PrecisionPlan) -> nn.Module:
             )
     for name, precision in precisions.items():
         set_precision(operators[name], precision)
+    vars(model)[_PLAN] = plan
     return model
+
+
+def find_plan(model: nn.Module) -> Plan | None:
+    """Returns the plan that was applied to a model, None if there was none."""
+    return vars(model).get(_PLAN)

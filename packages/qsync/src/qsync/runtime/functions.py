@@ -51,6 +51,11 @@ def _save(ctx: Any, a: Saved, b: Saved) -> None:
     ctx.save_for_backward(*(a if needs_b else (None, None)), *(b if needs_a else (None, None)))
 
 
+def _reshape(out: Tensor, shape: list[int]) -> Tensor:
+    """A result in another shape, which operators in place may write to, unlike a view."""
+    return torch.ops.aten._unsafe_view(out, shape)
+
+
 def _backward_dtype(precision: str) -> torch.dtype:
     return FLOAT_DTYPES[PRECISIONS[precision].backward]
 
@@ -93,7 +98,7 @@ class Linear(torch.autograd.Function):
             out = functional.linear(a, b, None if bias is None else bias.to(b.dtype)).to(x.dtype)
         _save(ctx, (a, a_scale), (b, b_scale))
         ctx.precision, ctx.dtypes = precision, (x.dtype, weight.dtype)
-        return out.view(*x.shape[:-1], weight.shape[0])
+        return _reshape(out, [*x.shape[:-1], weight.shape[0]])
 
     @staticmethod
     @once_differentiable
@@ -105,7 +110,7 @@ class Linear(torch.autograd.Function):
         grad_x = grad_weight = grad_bias = None
         if ctx.needs_input_grad[0]:
             grad_x = _scale_dim(rows, b_scale, 1).to(dtype) @ b.to(dtype)
-            grad_x = grad_x.to(ctx.dtypes[0]).view(*grad.shape[:-1], -1)
+            grad_x = grad_x.to(ctx.dtypes[0]).view(*grad.shape[:-1], b.shape[1])
         if ctx.needs_input_grad[1]:
             scaled = _scale_dim(rows, a_scale, 0).to(dtype)
             grad_weight = _multiply_wide(scaled.t(), a.to(dtype)).to(ctx.dtypes[1])
@@ -138,7 +143,8 @@ class Convolution(torch.autograd.Function):
             patches = patches.reshape(-1, patches.shape[-1])
             scales = a_scale.repeat_interleave(places.numel())
             out = scaled_matmul(patches, scales, b.flatten(1), b_scale, bias, x.dtype)
-            out = out.view(x.shape[0], *places, -1).movedim(-1, 1)
+            out = out.view(x.shape[0], *places, len(b)).movedim(-1, 1)
+            out = out.clone(memory_format=torch.contiguous_format)
         else:
             # Nothing multiplies grouped int8, or fp8 on a CPU: bf16 holds the codes exactly.
             out = _convolve(a.to(torch.bfloat16), b.to(torch.bfloat16), None, geometry)
@@ -210,7 +216,7 @@ class Lookup(torch.autograd.Function):
             rows = _scale_dim(codes.to(torch.float32), scale, 0)
         else:
             rows = round_rows(rows, precision)
-        return rows.to(weight.dtype).view(*indices.shape, weight.shape[1])
+        return _reshape(rows.to(weight.dtype), [*indices.shape, weight.shape[1]])
 
     @staticmethod
     @once_differentiable

@@ -60,10 +60,12 @@ def quantize_rows(x: Tensor, largest: Tensor | None, codes: Tensor, scale: Tenso
         reference.quantize_rows(x, largest, codes, scale)
         return
     tops = scale if largest is None else largest
+    # `Tensor.numpy` would forbid FSDP to free the storage of a weight that it has gathered.
+    values = np.from_dlpack(x)
     run = partial(
         _code_rows,
-        x.numpy(),
-        x.view(torch.int32).numpy(),
+        values,
+        values.view(np.int32),
         tops.view(torch.int32).numpy(),
         largest is not None,
         codes.numpy(),
