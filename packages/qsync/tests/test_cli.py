@@ -118,7 +118,7 @@ def test_replay_predicts_a_change_and_draws_both(tmp_path, capsys):
 
 def test_wrong_traces_and_changes_are_one_sentence(capsys):
     assert main(["diagnose", TRACES[1]]) == 1
-    assert "expected the traces of all ranks" in capsys.readouterr().err
+    assert "expected those of all ranks, at least two files" in capsys.readouterr().err
     assert main(["replay", *TRACES, "--rank-speed", "one=2"]) == 1
     assert "rank_speed: expected a name and its factor" in capsys.readouterr().err
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from qsync.planner.plan import Plan
 
-__all__ = ["FULL", "SHORT", "RankRecord", "Size", "StepRecord", "choose_ranks", "judge", "run"]
+__all__ = ["FULL", "SHORT", "RankRecord", "Size", "TurnRecord", "choose_ranks", "judge", "run"]
 
 _SOURCE = "qsync demo"
 _FAST, _SLOW = 0, -1
@@ -68,7 +68,7 @@ FULL = Size(
 
 
 @dataclass(frozen=True, slots=True)
-class StepRecord:
+class TurnRecord:
     """What a rank took in the timed steps of one way of training.
 
     Attributes:
@@ -101,8 +101,8 @@ class RankRecord:
 
     plan: Plan
     plan_s: float
-    float32: StepRecord
-    planned: StepRecord
+    float32: TurnRecord
+    planned: TurnRecord
     noise: float
     uniform_noise: float
 
@@ -262,7 +262,7 @@ def judge(ranks: Sequence[RankRecord], slow: str) -> list[Claim]:
 
 def _take_turns(
     ways: dict[str, nn.Module], batches: Sequence[tuple[Tensor, Tensor]]
-) -> dict[str, StepRecord]:
+) -> dict[str, TurnRecord]:
     """Takes a step of each way on each batch; the first batch warms up and is not recorded."""
     import torch
 
@@ -282,7 +282,7 @@ def _take_turns(
         optimizers[name] = torch.optim.AdamW(trained, 1e-4, fused=True)
         for parameter in trained:
             parameter.register_post_accumulate_grad_hook(mark)
-    records = {name: StepRecord() for name in ways}
+    records = {name: TurnRecord() for name in ways}
     for turn, batch in enumerate(batches):
         for name, way in ways.items():
             barrier(group)

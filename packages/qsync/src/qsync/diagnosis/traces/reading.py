@@ -13,10 +13,11 @@ from typing import Any
 
 from qsync.diagnosis.traces.events import MemorySample, TraceSpan, collect_fields
 from shared.errors import DataError
-from shared.files import check_not_empty
+from shared.files import check_not_empty, read_text
 
 __all__ = ["RankTrace", "read_trace", "read_traces"]
 
+_WHAT = "a trace of torch.profiler"
 _CUT = "record it again, and let export_chrome_trace return before the process ends"
 
 
@@ -58,10 +59,11 @@ def read_traces(paths: Sequence[str | os.PathLike[str]]) -> list[RankTrace]:
         DataError: a file cannot be read or is cut, a trace has no collectives, a rank is missing
             or there twice, or traces are of jobs of unlike sizes.
     """
-    if isinstance(paths, str | os.PathLike) or len(paths) < 2:
+    names = [paths] if isinstance(paths, str | os.PathLike) else paths
+    if len(names) < 2:
         raise DataError(
-            f"expected the traces of all ranks, at least two files, got {paths!r}; "
-            "export one with torch.profiler on each rank"
+            "traces: expected those of all ranks, at least two files, got "
+            f"{', '.join(map(os.fspath, names)) or 'none'}; export one with torch.profiler on each rank"
         )
     origin_ns: int | None = None
     traces = []
@@ -138,11 +140,11 @@ def _read(path: str, origin_ns: int | None) -> tuple[RankTrace, int]:
 
 
 def _load(path: str) -> dict[str, Any]:
-    check_not_empty(path, "a trace of torch.profiler")
+    check_not_empty(path, _WHAT)
+    with open(path, "rb") as file:
+        is_zipped = file.read(2) == b"\x1f\x8b"
     try:
-        data = Path(path).read_bytes()
-        if data[:2] == b"\x1f\x8b":
-            data = gzip.decompress(data)
+        data = gzip.decompress(Path(path).read_bytes()) if is_zipped else read_text(path, _WHAT)
         content = json.loads(data)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise DataError(f"{path}: expected a whole .gz file, got {error}; {_CUT}") from error
