@@ -9,20 +9,16 @@ trace of the Hessian times the weight's squared error, as HAWQ-V2 has it.
 
 import sys
 import time
-from functools import partial
 from pathlib import Path
 from statistics import median
 
 import pytest
 import torch
 from scipy.stats import spearmanr
-from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import qsync
 from qsync.profiler.gradients import find_gradient, measure_noise, sum_squares
-from qsync.profiler.graph_tracing import trace_model
-from qsync.profiler.noise import backward_noise, forward_noise, rounding_variance, weigh_by_depth
 from qsync.profiler.state import in_float32, preserve_state
 from qsync.runtime.modules import list_operators, set_precision
 from shared.claims import Claim
@@ -30,6 +26,7 @@ from shared.claims import Claim
 # What lies beside a benchmark is no module of a package.
 sys.path.insert(0, str(Path(__file__).parent))
 
+from indicators import rank_by_variance
 from real_models import MODELS, build_job, draw_precisions
 
 PEERS = [
@@ -97,102 +94,6 @@ def average(errors, norms):
     count = len(norms)
     spread = (count / (count - 1) * residual.square().sum(0)).sqrt() / norm.sum()
     return noise, spread / noise
-
-
-def rank_by_variance(job, precisions, num_batches=2):
-    """Every other indicator as [operator, precision], by its name."""
-    operators = list_operators(job.model)
-    found = {
-        name: torch.zeros(len(operators), len(precisions), dtype=torch.float64)
-        for name in ("exact", "paper", "weight variance", "size", "Hessian trace")
-    }
-    depths = find_depths(job)
-    for batch in job.batches[:num_batches]:
-        factors = capture_factors(job, batch, operators)
-        for i, (name, module) in enumerate(operators.items()):
-            for k, precision in enumerate(precisions):
-                for mode in ("exact", "paper"):
-                    found[mode][i, k] += weigh_by_depth(
-                        *vary(module, *factors[name], precision, mode),
-                        depths[name],
-                        max(depths.values()) + 1,
-                    )
-    for i, module in enumerate(operators.values()):
-        for k, precision in enumerate(precisions):
-            weight = module.weight.detach()
-            found["weight variance"][i, k] = float(rounding_variance(weight, precision).sum())
-            found["size"][i, k] = weight.numel()
-    traces = estimate_traces(job, num_batches)
-    found["Hessian trace"] = traces[:, None] * found["weight variance"]
-    return found
-
-
-def find_depths(job):
-    """Operators on the longest path from the input to each one."""
-    graph = trace_model(job.model, job.batches[0], job.loss_fn).graph
-    depths = []
-    for i, sources in enumerate(graph.inputs):
-        own = graph.ops[i].kind == "linear"
-        depths.append(own + max((depths[j] for j in sources), default=0))
-    return {op.name: depth for op, depth in zip(graph.ops, depths, strict=True)}
-
-
-def capture_factors(job, batch, operators):
-    """The input of each operator and the gradient of its output."""
-    factors = {}
-
-    def keep(name, _, inputs, output):
-        factors[name] = [inputs[0].detach(), None]
-        output.register_hook(partial(factors[name].__setitem__, 1))
-
-    handles = [
-        module.register_forward_hook(partial(keep, name)) for name, module in operators.items()
-    ]
-    with preserve_state(job.model):
-        find_gradient(job.model, batch, job.loss_fn)
-    for handle in handles:
-        handle.remove()
-    return factors
-
-
-def vary(module, x, gradient, precision, mode):
-    """Variance of an operator's product and of its weight's gradient."""
-    weight = module.weight.detach().flatten(1)
-    if isinstance(module, torch.nn.Embedding):
-        # Rows that are looked up; their gradients are added up in float32.
-        return float(rounding_variance(weight, precision).flatten()[0]) * x.numel() * weight.shape[
-            1
-        ], 0.0
-    if isinstance(module, torch.nn.Conv2d):
-        x = functional.unfold(x, module.kernel_size, 1, module.padding, module.stride)
-        x, gradient = x.transpose(1, 2), gradient.flatten(2).transpose(1, 2)
-    x, gradient = x.reshape(-1, x.shape[-1]), gradient.reshape(-1, gradient.shape[-1])
-    return (
-        forward_noise(x, weight, precision, mode=mode),
-        backward_noise(x, gradient, precision, mode=mode),
-    )
-
-
-def estimate_traces(job, num_batches, num_signs=16):
-    """The mean of the Hessian's diagonal over each operator's weight."""
-    weights = [module.weight for module in list_operators(job.model).values()]
-    generator = torch.Generator().manual_seed(0)
-    traces = torch.zeros(len(weights), dtype=torch.float64)
-    for batch in job.batches[:num_batches]:
-        with preserve_state(job.model), sdpa_kernel(SDPBackend.MATH):
-            gradients = torch.autograd.grad(
-                job.loss_fn(job.model, batch), weights, create_graph=True
-            )
-            for _ in range(num_signs):
-                signs = [
-                    torch.randint(0, 2, each.shape, generator=generator).float().mul_(2).sub_(1)
-                    for each in weights
-                ]
-                products = torch.autograd.grad(gradients, weights, signs, retain_graph=True)
-                for i, (sign, product) in enumerate(zip(signs, products, strict=True)):
-                    traces[i] += float((sign * product).sum()) / sign.numel() / num_signs
-    # The squared error of a weight counts by how strongly the loss bends.
-    return traces.abs()
 
 
 @pytest.mark.parametrize("name", MODELS)
