@@ -9,6 +9,7 @@ from torch.nn import functional
 
 import qsync
 from qsync.profiler.gradients import find_gradient, measure_noise
+from qsync.profiler.state import preserve_state
 from qsync.runtime.modules import MatMul
 from shared.errors import ConfigError, DataError
 
@@ -188,6 +189,17 @@ def test_the_model_is_left_as_it_was(has_gradients):
     measure_noise(model, batches, noisy_loss, {"3": "int8"})
     for key, value in _snapshot(model).items():
         assert _is_same(before[key], value), key
+
+
+def test_gradients_that_a_loss_adds_up_are_taken_back():
+    model = nn.Linear(3, 2)
+    model(torch.ones(1, 3)).sum().backward()
+    own, before = model.weight.grad, model.weight.grad.clone()
+    with preserve_state(model):
+        model(torch.ones(1, 3)).sum().backward()
+        assert not torch.equal(own, before)
+    assert model.weight.grad is own
+    assert torch.equal(own, before)
 
 
 def test_a_model_with_a_plan_counts_as_float32():

@@ -34,10 +34,10 @@ def test_rounding_to_nearest_has_half_the_variance():
 
 def test_noise_of_constants_is_the_closed_form():
     # Steps are 1 / 127 and 2 / 127, all elements are alike: three terms by hand.
-    v, w = torch.ones(3, 4), torch.full((2, 4), 2.0)
+    v, w = torch.ones(3, 4).double(), torch.full((2, 4), 2.0).double()
     of_v, of_w = (1 / 127) ** 2 / 6, (2 / 127) ** 2 / 6
     expected = 3 * 2 * 4 * (of_v * 4 + 1 * of_w + of_v * of_w)
-    assert forward_noise(v, w, "int8") == pytest.approx(expected, rel=1e-5)
+    assert forward_noise(v, w, "int8") == pytest.approx(expected, rel=1e-9)
 
 
 def test_published_form_exceeds_the_exact_one_by_the_inner_dimension():

@@ -22,7 +22,7 @@ def _build(width=16):
     return model, [torch.randn(6, 8), torch.randn(6, 8), None]
 
 
-def _scale(profile, factors):
+def _scale(profile, factors, cast_s=0.0):
     """A profile whose operators take 1 s in float32 forward and backward, and less when lowered."""
     from dataclasses import replace
 
@@ -31,7 +31,7 @@ def _scale(profile, factors):
         name: dict(factors) if name in linears else {"fp32": 0.0} for name in profile.forward_s
     }
     casts = {
-        pair: type(fit)(alpha_s=0.0, beta_s_per_byte=0.0) for pair, fit in profile.casts.items()
+        pair: type(fit)(alpha_s=cast_s, beta_s_per_byte=0.0) for pair, fit in profile.casts.items()
     }
     return replace(profile, forward_s=seconds, backward_s=seconds, casts=casts)
 
@@ -83,6 +83,23 @@ def test_a_target_out_of_reach_is_flagged(measured):
 def test_memory_below_the_lowest_plan_is_infeasible():
     with pytest.raises(Infeasible, match="expected precisions that fit in 1000 B"):
         qsync.plan(*_build(), _mean_square, memory="1KB")
+
+
+def test_casts_within_operators_are_not_counted_twice():
+    model, batches = _build()
+    profile = profile_model(model, batches[:2], _mean_square, precisions=["bf16", "int8"])
+    factors = {"fp32": 1.0, "bf16": 0.5, "int8": 0.25}
+    costs = _scale(profile, factors, cast_s=0.01).costs()
+    mapper = qsync.CostMapper(
+        profile.graph,
+        kernel_s=costs.kernel_s,
+        cast_s=costs.cast_s,
+        backward_kernel_s=costs.backward_kernel_s,
+    )
+    mapper.set("0", "int8")
+    mapper.set("3", "bf16")
+    assert len(mapper.casts()) > 4
+    assert mapper.total_s == pytest.approx(2 * (0.25 + 0.5))
 
 
 def test_real_seconds_add_up_to_the_step():
@@ -139,7 +156,9 @@ def _plan_on_a_rank(case):
         plan = qsync.plan(model, batches, _mean_square)
     except (ConfigError, DataError) as error:
         return f"{type(error).__name__}: {error}"
-    return plan.fingerprint(), [dict(each.lowered) for each in plan.ranks], plan.step_s, plan.noise
+    own = qsync.sensitivity(model, batches[:2], _mean_square, seed=rank).noise
+    lowered = [dict(each.lowered) for each in plan.ranks]
+    return plan.fingerprint(), lowered, plan.step_s, plan.noise, own["0"]["int8"] + own["3"]["int8"]
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +174,8 @@ def test_only_the_slow_rank_lowers_operators(pool):
     assert first[1][1] == {"0": "int8", "3": "int8"}
     # The fast rank computes for 4 s in float32, as the slow one does now; all-reduces come on top.
     assert first[2] == pytest.approx(4.0, rel=0.05)
-    assert first[3] == 0.0 < second[3]
+    assert first[3] == 0.0
+    assert second[3] == pytest.approx((first[4] + second[4]) / 2)
 
 
 def test_what_one_rank_refuses_is_raised_on_all(pool):

@@ -77,6 +77,21 @@ def test_gaps_are_told_apart_forward_and_backward(clock):
     assert seconds.total_s == 1515.0
 
 
+def test_parts_add_up_to_a_step_without_hooks(clock, monkeypatch):
+    model = nn.Sequential(*(_TimedLinear(clock, k) for k in range(3)))
+
+    def tick():
+        clock.now += 0.5
+        return clock.now
+
+    monkeypatch.setattr(clock, "perf_counter", tick)
+    x = torch.randn(2, 3, requires_grad=True)
+    seconds = time_precisions(model, [x], _sum, ["fp32"])["fp32"]
+    # Looking at the clock thrice takes two ticks between the first and the last time.
+    assert seconds.total_s == pytest.approx(707 + 2 * 0.5)
+    assert all(each > 0 for each in seconds.forward_s.values())
+
+
 def test_recomputed_operators_count_as_backward_work(clock):
     block = _TimedLinear(clock, 0)
 
