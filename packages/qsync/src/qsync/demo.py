@@ -15,6 +15,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -30,7 +31,17 @@ if TYPE_CHECKING:
 
     from qsync.planner.plan import Plan
 
-__all__ = ["FULL", "SHORT", "RankRecord", "Size", "TurnRecord", "choose_ranks", "judge", "run"]
+__all__ = [
+    "FULL",
+    "SHORT",
+    "RankRecord",
+    "Size",
+    "TurnRecord",
+    "choose_ranks",
+    "draw",
+    "judge",
+    "run",
+]
 
 _SOURCE = "qsync demo"
 _FAST, _SLOW = 0, -1
@@ -50,6 +61,7 @@ class Size:
         length: tokens of a passage.
         batch_size: passages of a rank's batch.
         num_frozen: encoder layers that are not trained; the embeddings never are.
+        num_planned: batches that planning reads.
         num_turns: timed steps of each way of training; one more warms up.
         precisions: those that the plan may use.
     """
@@ -57,13 +69,26 @@ class Size:
     length: int
     batch_size: int
     num_frozen: int
+    num_planned: int
     num_turns: int
     precisions: tuple[str, ...]
 
 
-SHORT = Size(length=32, batch_size=4, num_frozen=3, num_turns=9, precisions=("fp32", "bf16"))
+SHORT = Size(
+    length=32,
+    batch_size=4,
+    num_frozen=3,
+    num_planned=1,
+    num_turns=7,
+    precisions=("fp32", "bf16"),
+)
 FULL = Size(
-    length=128, batch_size=16, num_frozen=0, num_turns=15, precisions=("fp32", "bf16", "int8")
+    length=128,
+    batch_size=16,
+    num_frozen=0,
+    num_planned=2,
+    num_turns=15,
+    precisions=("fp32", "bf16", "int8"),
 )
 
 
@@ -127,7 +152,7 @@ def run(out: Path, *, is_full: bool) -> bool:
     plan = ranks[_FAST].plan
     plan.save(out / "plan.json")
     (out / "plan.txt").write_text(plan.explain() + "\n", encoding="utf-8")
-    _draw(ranks, f"A step of MiniLM on unlike ranks: {slow}", out / "waits.svg")
+    draw(ranks, f"A step of MiniLM on unlike ranks: {slow}", out / "waits.svg")
     figures = {
         "plan_s": ranks[_FAST].plan_s,
         "predicted_step_s": plan.step_s,
@@ -160,7 +185,7 @@ def train(size: Size) -> RankRecord:
     import torch
     from torch.nn.parallel import DistributedDataParallel
 
-    from qsync import Plan, apply, plan
+    from qsync import DDP, Plan, apply, plan
     from qsync.data import classify, load_bible_books, load_minilm
     from shared.comms import Group
 
@@ -174,7 +199,7 @@ def train(size: Size) -> RankRecord:
         4, length=size.length, batch_size=size.batch_size, seed=group.rank
     )
     started = time.perf_counter()
-    chosen = plan(model, batches, classify, precisions=size.precisions)
+    chosen = plan(model, islice(batches, size.num_planned), classify, precisions=size.precisions)
     plan_s = time.perf_counter() - started
 
     samples = iter(batches)
@@ -184,7 +209,7 @@ def train(size: Size) -> RankRecord:
     float32 = apply(model, Plan.uniform(model, "fp32"))
     ways = {
         "float32": DistributedDataParallel(deepcopy(float32)),
-        "planned": DistributedDataParallel(apply(model, chosen)),
+        "planned": DDP(apply(model, chosen)),
     }
     records = _take_turns(ways, [next(samples) for _ in range(size.num_turns + 1)])
     return RankRecord(
@@ -211,13 +236,10 @@ def judge(ranks: Sequence[RankRecord], slow: str) -> list[Claim]:
         and max(last.noise / predicted, predicted / last.noise) <= _NOISE_BOUND
     )
     lowered, whole = len(last.plan.ranks[_SLOW].lowered), len(last.plan.operators)
-    detail = (
-        f"MiniLM on {len(ranks)} ranks, {slow}; {lowered} of {whole} operators of the slow rank are "
-        f"lowered; losses differ by at most {difference:.4f} nats, {_LOSS_BOUND} allowed"
-    )
+    detail = f"MiniLM on {len(ranks)} ranks, {slow}; {lowered} of its {whole} operators are lowered; losses differ by at most {difference:.4f} nats, {_LOSS_BOUND} allowed"
     common: dict[str, Any] = {
         "baseline_name": "float32 under torch's DDP",
-        "correct": difference <= _LOSS_BOUND and not fast.plan.ranks[_FAST].lowered,
+        "correct": difference <= _LOSS_BOUND,
         "detail": detail,
         "source": _SOURCE,
     }
@@ -328,7 +350,7 @@ def _average(values: Any) -> float:
     return sum(numbers) / len(numbers)
 
 
-def _draw(ranks: Sequence[RankRecord], title: str, path: Path) -> None:
+def draw(ranks: Sequence[RankRecord], title: str, path: Path) -> None:
     """Bars of each rank's step, in float32 and by the plan: computing, then waiting."""
     figure = new_picture(1.4 + 0.6 * len(ranks))
     axes = figure.add_subplot()
