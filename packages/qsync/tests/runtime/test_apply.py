@@ -89,6 +89,7 @@ def test_another_plan_replaces_the_former_and_float32_restores():
         assert find_plan(copy.deepcopy(model)) == plan
         assert describe_operators(model) == described
     assert [type(each) for each in model.modules()] == kinds
+    assert not any("precision" in vars(each) for each in model.modules())
     out, restored = _step(model)
     assert torch.equal(out, expected)
     assert all(grad is None or torch.equal(grad, grads[name]) for name, grad in restored.items())

@@ -38,6 +38,12 @@ def test_fp8_is_torchs_conversion_of_a_scaled_tensor():
     assert torch.equal(fake_quantize(x, "fp8", rounding="nearest"), expected)
 
 
+def test_fp8_scales_no_further_than_it_must():
+    # Both ends of the format; at a scale of 2 the small one would be half a unit, and vanish.
+    x = torch.tensor([448.0, 2.0**-9])
+    assert torch.equal(fake_quantize(x, "fp8", rounding="nearest"), x)
+
+
 @pytest.mark.parametrize("precision", LOW)
 def test_stochastic_rounding_is_unbiased_and_has_a_sixth_of_a_squared_step(precision):
     x = _draw(400, dtype=torch.float64)
