@@ -1,6 +1,6 @@
 """What diagnosis predicts of a change, beside making it: DDP over two hosts at 100 Mbit/s.
 
-4.2 million parameters in DDP's default buckets, 2,048 rows a rank, one thread. One trace predicts all;
+3.2 million parameters in DDP's default buckets, 1,024 rows a rank, one thread. One trace predicts all;
 then the job as traced and the changed ones take turns in the same ranks, untraced. A trace makes
 steps longer, so that predicted gains are compared with measured gains.
 """
@@ -38,8 +38,8 @@ PEERS = [
     },
 ]
 RATE, FASTER = "100mbit", "200mbit"
-DEFAULT = PlantedDelay(num_layers=16, rows=2048, bucket_mb=25)
-TURNS, STEPS_A_TURN = 5, 2
+DEFAULT = PlantedDelay(num_layers=12, rows=1024, bucket_mb=25)
+TURNS, STEPS_A_TURN = 4, 2
 COMMAND = "hatch run bench qsync/advice"
 
 
