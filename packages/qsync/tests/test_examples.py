@@ -58,5 +58,14 @@ def test_the_readmes_script_runs_under_torchrun(tmp_path):
     assert "rank 1" in run([*TORCHRUN, "train.py"], tmp_path)
 
 
+@pytest.mark.slow
+def test_the_trainer_takes_a_plan(tmp_path):
+    printed = run([EXAMPLES / "train_with_trainer.py", "--steps", "3"], tmp_path)
+    losses = read_losses(printed)
+    assert len(losses) == 3
+    assert losses[-1] < losses[0]
+    assert "operators" in printed
+
+
 def test_there_are_two_or_three_examples():
     assert 2 <= len(list(EXAMPLES.glob("*.py"))) <= 3
