@@ -34,7 +34,7 @@ def test_minilm_computes_what_transformers_computes(minilm):
 
 def test_minilm_tells_like_texts_from_unlike(minilm):
     tokenizers = pytest.importorskip("tokenizers")
-    with data._open_wheel() as archive:
+    with data.open_wheel() as archive:
         tokenizer = tokenizers.Tokenizer.from_str(archive.read("tokenizer.json").decode())
     tokenizer.no_padding()
     texts = ["A man is eating bread.", "Somebody eats a loaf.", "The stock market fell sharply."]

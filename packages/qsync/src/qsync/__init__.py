@@ -17,6 +17,7 @@ if getattr(shared, "__project__", None) != "meshyard":
 
 if TYPE_CHECKING:
     from qsync.diagnosis.diagnose import diagnose
+    from qsync.integrations.ddp import DDP
     from qsync.planner.allocator import recover_precision
     from qsync.planner.cost_mapper import CostMapper
     from qsync.planner.graph import Graph, Op
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from qsync.profiler.noise import forward_noise
     from qsync.profiler.planning import plan
     from qsync.runtime.apply import apply
-    from qsync.runtime.ddp import DDP
     from qsync.runtime.products import linear
     from qsync.runtime.quantizers import fake_quantize
 
@@ -61,7 +61,7 @@ _HOMES = {
     "profiler.noise": ("forward_noise",),
     "profiler.planning": ("plan",),
     "runtime.apply": ("apply",),
-    "runtime.ddp": ("DDP",),
+    "integrations.ddp": ("DDP",),
     "runtime.products": ("linear",),
     "runtime.quantizers": ("fake_quantize",),
 }

@@ -132,6 +132,7 @@ class MeasureSensitivity(_JobOptions):
 
     Examples:
         qsync sensitivity --build train:build
+        qsync sensitivity --build train:build --precisions bf16 int8 --json
     """
 
     def execute(self) -> None:

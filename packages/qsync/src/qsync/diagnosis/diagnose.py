@@ -19,7 +19,7 @@ from qsync.diagnosis.collectives import (
 )
 from qsync.diagnosis.job_graph import build_lanes
 from qsync.diagnosis.traces.reading import RankTrace, read_traces
-from qsync.diagnosis.what_if import Job
+from qsync.diagnosis.what_if import TracedJob
 from shared.units import format_s
 
 __all__ = ["Diagnosis", "diagnose"]
@@ -60,7 +60,7 @@ class Diagnosis:
     traces: tuple[RankTrace, ...] = field(repr=False)
     clocks: tuple[RankClock, ...] = field(repr=False)
     collectives: tuple[MatchedCollective, ...] = field(repr=False)
-    job: Job = field(repr=False)
+    job: TracedJob = field(repr=False)
 
     @cached_property
     def replayed_step_s(self) -> float:
@@ -120,7 +120,7 @@ def diagnose(paths: Sequence[str | os.PathLike[str]]) -> Diagnosis:
     origin_s = next(step.start_s for step in traces[0].steps if step.name == names[0])
     clocks, collectives = align(matched, origin_s)
     lanes = build_lanes(traces, names, clocks, collectives)
-    job = Job(lanes, collectives)
+    job = TracedJob(lanes, collectives)
     num_ranks, num_steps = len(traces), len(names)
     waits_for_s = [[0.0] * num_ranks for _ in range(num_ranks)]
     idle_s = [[0.0] * num_ranks for _ in range(num_ranks)]

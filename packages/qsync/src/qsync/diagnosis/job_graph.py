@@ -22,7 +22,7 @@ from qsync.diagnosis.traces.events import LOADER
 from qsync.diagnosis.traces.reading import RankTrace
 from shared.topology import Operation
 
-__all__ = ["Exchange", "JobGraph", "LanePiece", "build_lanes", "list_exchanges"]
+__all__ = ["GraphCollective", "JobGraph", "LanePiece", "build_lanes", "list_exchanges"]
 
 # An operator may start before the thread that ended the collective has written the end down.
 _LATE_END_S = 2e-4
@@ -57,7 +57,7 @@ class LanePiece(NamedTuple):
         return self.start_s + self.busy_s
 
 
-class Exchange(NamedTuple):
+class GraphCollective(NamedTuple):
     """A collective of the graph: `seconds` of the link once all ranks are at `ready_s` (by rank)."""
 
     kind: str
@@ -67,10 +67,10 @@ class Exchange(NamedTuple):
     ready_s: tuple[float, ...]
 
 
-def list_exchanges(collectives: Sequence[MatchedCollective]) -> list[Exchange]:
+def list_exchanges(collectives: Sequence[MatchedCollective]) -> list[GraphCollective]:
     """Matched collectives as the graph takes them."""
     return [
-        Exchange(c.kind, c.step, c.num_bytes, seconds, c.enqueued_s)
+        GraphCollective(c.kind, c.step, c.num_bytes, seconds, c.enqueued_s)
         for c, seconds in zip(collectives, share_link(collectives), strict=True)
     ]
 
@@ -182,14 +182,14 @@ class JobGraph:
     names: list[str]
     gap_s: np.ndarray
     busy_s: np.ndarray
-    exchanges: list[Exchange]
+    exchanges: list[GraphCollective]
     step_ends: list[list[int]]
 
     @classmethod
     def build(
         cls,
         lanes: Sequence[Sequence[LanePiece]],
-        exchanges: Sequence[Exchange],
+        exchanges: Sequence[GraphCollective],
         waits: Sequence[Sequence[tuple[int, ...]]],
     ) -> JobGraph:
         """Cuts operators where they hand over a collective, and links all.

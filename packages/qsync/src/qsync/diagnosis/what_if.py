@@ -20,7 +20,7 @@ from qsync.diagnosis.traces.events import LOADER
 from shared.errors import ConfigError, DataError
 from shared.topology import Link, Replay, Timeline, fit_link
 
-__all__ = ["Job", "JobChange", "JobForecast"]
+__all__ = ["JobChange", "JobForecast", "TracedJob"]
 
 Number = float | int
 
@@ -98,7 +98,7 @@ class JobForecast:
         return dict(sorted(seconds.items(), key=lambda item: -item[1]))
 
 
-class Job:
+class TracedJob:
     """A traced job, ready to be replayed under changes.
 
     Args:

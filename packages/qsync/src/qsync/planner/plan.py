@@ -191,17 +191,7 @@ class Plan:
         """
         tree = read_json(path, "a plan")
         try:
-            if tree["format"] != _FORMAT:
-                raise ValueError(f"format {tree['format']!r}")
-            ranks = []
-            for entry in tree["ranks"]:
-                denied = tuple(DeniedRaise(**each) for each in entry.pop("denied"))
-                ranks.append(RankPlan(**entry, denied=denied))
-            kept = {field.name for field in fields(cls)}
-            tree["ranks"], tree["notes"] = tuple(ranks), tuple(tree["notes"])
-            if unknown := tree.keys() - kept - {"format", "fingerprint"}:
-                raise ValueError(f"unknown keys {sorted(unknown)}")
-            plan = cls(**{name: tree[name] for name in kept})
+            plan = _build_plan(tree)
             recorded, fingerprint = tree["fingerprint"], plan.fingerprint()
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise DataError(
@@ -215,6 +205,20 @@ class Plan:
                 "overrides"
             )
         return plan
+
+
+def _build_plan(tree: dict[str, Any]) -> Plan:
+    if tree["format"] != _FORMAT:
+        raise ValueError(f"format {tree['format']!r}")
+    kept = {field.name for field in fields(Plan)}
+    if unknown := tree.keys() - kept - {"format", "fingerprint"}:
+        raise ValueError(f"unknown keys {sorted(unknown)}")
+    ranks = []
+    for entry in tree["ranks"]:
+        denied = tuple(DeniedRaise(**each) for each in entry["denied"])
+        ranks.append(RankPlan(**entry | {"denied": denied}))
+    entries = {name: tree[name] for name in kept}
+    return Plan(**entries | {"ranks": tuple(ranks), "notes": tuple(tree["notes"])})
 
 
 def describe_operators(model: nn.Module) -> dict[str, str]:
