@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
@@ -19,7 +19,7 @@ from qsync.planner.plan import Plan
 from qsync.runtime.apply import apply, find_plan
 from qsync.runtime.drift import DriftWatch
 from qsync.runtime.handshake import agree_on_model
-from shared.comms.group import Group
+from shared.comms.group import Group, ProcessGroup
 
 __all__ = ["DDP"]
 
@@ -38,7 +38,7 @@ class DDP(DistributedDataParallel):
         self,
         module: nn.Module,
         *,
-        process_group: distributed.ProcessGroup | None = None,
+        process_group: ProcessGroup | None = None,
         **settings: Any,
     ) -> None:
         """Agrees with all ranks, then wraps the model.
@@ -124,6 +124,6 @@ class DDP(DistributedDataParallel):
             self.drift.record(time.perf_counter() - self._begun_s)
 
 
-def _agree(module: nn.Module, group: distributed.ProcessGroup) -> frozenset[str]:
+def _agree(module: nn.Module, group: ProcessGroup) -> frozenset[str]:
     plan = find_plan(module)
     return agree_on_model(module, group, "" if plan is None else plan.fingerprint())

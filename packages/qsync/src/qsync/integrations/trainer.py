@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from torch import distributed, nn
+from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from qsync.planner.plan import Plan
@@ -42,7 +42,7 @@ class QsyncCallback(TrainerCallback):
         model: nn.Module = given["model"]
         _refuse_half(self.plan)
         apply(model, self.plan)
-        if distributed.is_available() and distributed.is_initialized():
+        if Group.exists():
             agree_on_model(model, Group.world().checked(), self.plan.fingerprint())
 
     def on_train_end(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Any, TypeVar
 
-from torch import distributed, nn
+import torch
+from torch import nn
 
 from qsync.planner.plan import Plan, describe_operators
 from qsync.planner.ranks import allocate, read_target_s
@@ -16,6 +18,7 @@ from qsync.profiler.gradients import LossFunction
 from qsync.profiler.indicator import NUM_BATCHES, OperatorNoise, sensitivity
 from qsync.profiler.profile import RankProfile, find_device, profile_model
 from qsync.profiler.transfers import fit_all_reduce, list_buckets, split_parameters
+from shared.comms import Group, all_gather_v
 from shared.errors import ConfigError, DataError
 from shared.units import parse_bytes
 
@@ -103,16 +106,12 @@ def plan(
 
 
 def _rank() -> int:
-    return distributed.get_rank() if _has_ranks() else 0
-
-
-def _has_ranks() -> bool:
-    return distributed.is_available() and distributed.is_initialized()
+    return Group.world().rank if Group.exists() else 0
 
 
 def _gather(call: Callable[[], _Value]) -> list[_Value]:
     """Calls a function on every rank and returns all results; raises on all ranks if one does."""
-    if not _has_ranks() or distributed.get_world_size() == 1:
+    if not Group.exists() or Group.world().world_size == 1:
         return [call()]
     error, value = None, None
     try:
@@ -120,8 +119,12 @@ def _gather(call: Callable[[], _Value]) -> list[_Value]:
     except Exception as raised:  # noqa: BLE001 - raised on all ranks together
         error = raised
     message = None if error is None else f"{type(error).__name__}: {error}"
-    outcomes: list[Any] = [None] * distributed.get_world_size()
-    distributed.all_gather_object(outcomes, (value, message))
+    group = Group.world()
+    data = torch.frombuffer(bytearray(pickle.dumps((value, message))), dtype=torch.uint8)
+    outcomes = [
+        pickle.loads(each.cpu().numpy().tobytes())
+        for each in all_gather_v(group, data.to(group.device))
+    ]
     if error is not None:
         raise error
     for rank, (_, text) in enumerate(outcomes):

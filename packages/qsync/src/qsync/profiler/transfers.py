@@ -6,10 +6,11 @@ import time
 from collections.abc import Iterator, Sequence
 
 import torch
-from torch import distributed, nn
+from torch import nn
 
 from qsync.planner.replayer import GradientBuckets
 from qsync.runtime.modules import list_operators
+from shared.comms import Group, all_reduce, barrier
 from shared.topology import Link, fit_link
 
 __all__ = ["fit_all_reduce", "list_buckets", "split_parameters"]
@@ -68,13 +69,14 @@ def fit_all_reduce(device: torch.device, max_bytes: int) -> Link:
 
 def _time_all_reduce(tensor: torch.Tensor) -> float:
     """Seconds of the rank that came last, which did not wait for others."""
-    distributed.barrier()
+    group = Group.world()
+    barrier(group)
     started = time.perf_counter()
-    distributed.all_reduce(tensor)
+    all_reduce(group, tensor)
     if tensor.is_cuda:
         torch.cuda.synchronize(tensor.device)
     seconds = torch.tensor(time.perf_counter() - started, dtype=torch.float64).to(tensor.device)
-    distributed.all_reduce(seconds, distributed.ReduceOp.MIN)
+    all_reduce(group, seconds, "min")
     return float(seconds)
 
 

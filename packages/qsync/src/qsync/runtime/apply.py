@@ -4,10 +4,11 @@ from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from torch import distributed, nn
+from torch import nn
 
 from qsync.precisions import HIGHEST
 from qsync.runtime.modules import list_operators, set_precision
+from shared.comms.group import Group
 from shared.errors import ConfigError
 
 __all__ = ["PrecisionPlan", "apply", "find_plan"]
@@ -53,8 +54,9 @@ def apply(model: nn.Module, plan: PrecisionPlan) -> nn.Module:
     """
     plan.check_model(model)
     rank = 0
-    if distributed.is_available() and distributed.is_initialized():
-        rank, num_ranks = distributed.get_rank(), distributed.get_world_size()
+    if Group.exists():
+        group = Group.world()
+        rank, num_ranks = group.rank, group.world_size
         if len(plan.ranks) not in (1, num_ranks):
             raise ConfigError(
                 f"plan: expected one of {num_ranks} ranks, got one made for {len(plan.ranks)}; plan "

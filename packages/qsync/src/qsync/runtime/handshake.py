@@ -8,10 +8,10 @@ import json
 from itertools import count
 from typing import Any
 
-from torch import distributed, nn
+from torch import nn
 
 from qsync.runtime.modules import get_precision, list_operators
-from shared.comms.group import Group
+from shared.comms.group import Group, ProcessGroup
 from shared.errors import CommError, ConfigError
 
 __all__ = ["agree_on_model"]
@@ -20,7 +20,7 @@ _handshakes = count()
 
 
 def agree_on_model(
-    model: nn.Module, process_group: distributed.ProcessGroup, fingerprint: str
+    model: nn.Module, process_group: ProcessGroup, fingerprint: str
 ) -> frozenset[str]:
     """Checks that all ranks have the same plan and the same float32 parameters.
 
@@ -80,11 +80,11 @@ def _describe(model: nn.Module, fingerprint: str) -> dict[str, Any]:
     return {"plan": fingerprint, "parameters": parameters, "precisions": sorted(precisions)}
 
 
-def _exchange(note: dict[str, Any], group: distributed.ProcessGroup) -> list[dict[str, Any]]:
+def _exchange(note: dict[str, Any], group: ProcessGroup) -> list[dict[str, Any]]:
     """Returns the notes of all ranks."""
-    timeout = Group.world().timeout
-    shared_store: Any = group.get_group_store()
-    store = distributed.PrefixStore(f"qsync/handshake/{next(_handshakes)}", shared_store.clone())
+    world = Group.world()
+    timeout = world.timeout
+    store = world.board(f"qsync/handshake/{group.group_name}/{next(_handshakes)}")
     store.set(str(group.rank()), json.dumps(note))
     notes = []
     for rank in range(group.size()):
