@@ -103,10 +103,25 @@ def test_critical_path_adds_up_to_the_makespan(tmp_path):
     assert all(rank in (1, None) for rank, _ in list(forecast.critical_s)[:5])
 
 
+def test_one_bucket_of_one_size_still_tells_what_smaller_ones_gain(tmp_path):
+    # DDP sends a small model in one bucket, whose seconds are the link's rate and latency in one.
+    one = LINKED | {"bucket_cap_bytes": 10_000_000, "has_shapes": True}
+    job = diagnose(PlantedRun(PlantedJob(**one)).write(tmp_path)).job
+    seconds = 0.002 + 3_000_000 / 40e6
+    assert job.link.alpha_s == 0
+    assert job.link.beta_s_per_byte == pytest.approx(seconds / 3_000_000, rel=0.01)
+    forecast = job.predict(JobChange(bucket_bytes=600_000))
+    done = PlantedRun(PlantedJob(**one | {"bucket_cap_bytes": 600_000})).step_s
+    # Each of four more buckets has a latency of 2 ms that the trace could not tell.
+    assert forecast.step_s == pytest.approx(done, abs=4.5 * 0.002)
+    assert forecast.step_s < job.predict().step_s - 0.02
+    assert "one size" in forecast.note
+    assert not job.predict().note
+
+
 def test_changes_that_the_trace_cannot_answer_are_refused(tmp_path):
-    one_size = {"gradient_bytes": (1000,) * 4}
-    job = diagnose(PlantedRun(PlantedJob(**one_size)).write(tmp_path)).job
-    with pytest.raises(DataError, match="at least two known sizes, got 1"):
+    job = diagnose(PlantedRun(PlantedJob(has_shapes=False)).write(tmp_path)).job
+    with pytest.raises(DataError, match="known sizes, got none"):
         job.predict(JobChange(bucket_bytes=1000))
     with pytest.raises(ConfigError, match="a rank from 0 to 1, got 7"):
         job.predict(JobChange(rank_speed={7: 2.0}))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from typing import NamedTuple
 
 from qsync.diagnosis.diagnose import Diagnosis
 from qsync.diagnosis.memory_timeline import trace_memory
-from qsync.diagnosis.strategies import STRATEGIES, AdviceState
-from qsync.diagnosis.what_if import JobChange
+from qsync.diagnosis.strategies import STRATEGIES, AdviceState, Proposal
+from qsync.diagnosis.what_if import JobChange, JobForecast
 from shared.errors import ConfigError
 
 __all__ = ["Advice", "advise"]
@@ -37,9 +38,18 @@ class Advice(NamedTuple):
     saved_bytes: int
 
 
+class _Option(NamedTuple):
+    name: str
+    proposal: Proposal
+    after: JobForecast
+    gain: float
+    saves: int
+
+
 def advise(
     diagnosis: Diagnosis,
     *,
+    strategies: Sequence[str] | None = None,
     precision_share: Mapping[str, float] | None = None,
     memory_limit_bytes: int | None = None,
 ) -> list[Advice]:
@@ -47,16 +57,17 @@ def advise(
 
     Each round replays every proposal and takes the best: while memory is above the limit, the one
     that reaches it at the least cost, or saves most if none does; then the one with the largest
-    gain, until none gains 1 %.
+    gain, until none gains 1 %. Changes of the global batch come last, after all that keep it.
 
     Args:
         diagnosis: of the traced job.
+        strategies: those to try; all of `STRATEGIES` if None.
         precision_share: seconds of products in lower precisions as a share of the present ones, as
             {"bf16": 0.6}. Without it the advice tells the share that a slow rank needs.
         memory_limit_bytes: of the fullest device; traces must have memory events.
 
     Raises:
-        ConfigError: a share is not above 0.
+        ConfigError: a share is not above 0, or a strategy is not registered.
         DataError: a limit is given and traces have no memory events.
     """
     shares = dict(precision_share or {})
@@ -74,29 +85,33 @@ def advise(
         activation_bytes = fullest.activation_bytes
     forecast = diagnosis.job.predict()
     change, advice, saved_bytes = JobChange(), [], 0
+    makers = {name: STRATEGIES.get(name) for name in strategies or STRATEGIES}
     while True:
         state = AdviceState(
             diagnosis=diagnosis, change=change, forecast=forecast, precision_share=shares
         )
         options = []
-        for name in STRATEGIES:
-            for proposal in STRATEGIES.get(name)(state):
-                saves = int(proposal.saved_share * (activation_bytes - saved_bytes))
+        for name, make in makers.items():
+            for proposal in make(state):
                 after = diagnosis.job.predict(proposal.change)
-                options.append((min(saves, excess_bytes - saved_bytes), -after.step_s, name,
-                                proposal, after, saves))  # fmt: skip
-        if not options:
-            return advice
-        if saved_bytes < excess_bytes:
-            best = max(options, key=lambda option: option[:2])
-            is_worthwhile = best[0] > 0
+                saves = int(proposal.saved_share * (activation_bytes - saved_bytes))
+                options.append(
+                    _Option(name, proposal, after, forecast.step_s / after.step_s, saves)
+                )
+        needed_bytes = excess_bytes - saved_bytes
+        if needed_bytes > 0:
+            ranked = [((min(o.saves, needed_bytes), o.gain), o) for o in options if o.saves > 0]
         else:
-            best = max(options, key=lambda option: option[1])
-            is_worthwhile = forecast.step_s >= (1 + _WORTHWHILE) * best[4].step_s
-        if not is_worthwhile:
+            ranked = [
+                ((o.proposal.is_same_batch, o.gain), o)
+                for o in options
+                if o.gain >= 1 + _WORTHWHILE
+            ]
+        if not ranked:
             return advice
-        _, _, name, proposal, after, saves = best
-        saved_bytes += saves
-        gain = forecast.step_s / after.step_s
-        change, forecast = proposal.change, after
-        advice.append(Advice(name, proposal.text, change, after.step_s, gain, saved_bytes))
+        _, best = max(ranked, key=itemgetter(0))
+        saved_bytes += best.saves
+        change, forecast = best.proposal.change, best.after
+        advice.append(
+            Advice(best.name, best.proposal.text, change, forecast.step_s, best.gain, saved_bytes)
+        )

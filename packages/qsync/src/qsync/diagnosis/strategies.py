@@ -22,16 +22,26 @@ __all__ = ["STRATEGIES", "AdviceState", "Proposal"]
 _PRODUCTS = re.compile(r"linear|addmm|\bmm|bmm|matmul|conv|gemm|MmBackward", re.IGNORECASE)
 # Halving an operand's bits halves a product's time at best.
 _BEST_SHARE = 0.5
+# Smaller buckets have latencies that traces tell badly, so that they must gain more than this.
+_ABOUT = 1.02
 _BUCKETS_MIB = (1, 2, 5, 10, 25, 50, 100)
 _BLOCK_SHARES = (0.25, 0.5, 1.0)
 
 
 class Proposal(NamedTuple):
-    """A change, what a user does for it, and the share of activations that it saves."""
+    """A change and what a user does for it.
+
+    Attributes:
+        change: the change.
+        text: what to do.
+        saved_share: share of activations that it saves.
+        is_same_batch: whether the optimizer still sees gradients of the same batches.
+    """
 
     change: JobChange
     text: str
     saved_share: float = 0.0
+    is_same_batch: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,16 +101,22 @@ def lower_precision(state: AdviceState) -> Iterator[Proposal]:
 
 
 def resize_buckets(state: AdviceState) -> Iterator[Proposal]:
-    """Sends gradients in buckets of another size."""
+    """Sends gradients in buckets of another size: of those about as fast as the best, the largest."""
     if not state.has_critical_sum or state.change.bucket_bytes:
         return
+    options = []
     for size in _BUCKETS_MIB:
         change = replace(state.change, bucket_bytes=size * MiB)
         try:
-            state.diagnosis.job.predict(change)
-        except DataError:  # The trace has no sizes from which to learn the link's latency.
+            options.append((size, change, state.diagnosis.job.predict(change)))
+        except DataError:  # The trace has no sizes.
             return
-        yield Proposal(change, f"give DDP bucket_cap_mb={size}")
+    least_s = min(forecast.step_s for _, _, forecast in options)
+    size, change, forecast = next(
+        option for option in reversed(options) if option[2].step_s <= _ABOUT * least_s
+    )
+    note = f" ({forecast.note})" if forecast.note else ""
+    yield Proposal(change, f"give DDP bucket_cap_mb={size}{note}")
 
 
 def halve_gradients(state: AdviceState) -> Iterator[Proposal]:
@@ -117,7 +133,9 @@ def accumulate(state: AdviceState) -> Iterator[Proposal]:
     if state.has_critical_sum and state.change.accumulation == 1:
         yield Proposal(
             replace(state.change, accumulation=2),
-            "accumulate gradients of two batches under no_sync (doubles the global batch)",
+            "accumulate gradients of two batches under no_sync: this doubles the global batch, so "
+            "that the learning rate has to be chosen anew",
+            is_same_batch=False,
         )
 
 

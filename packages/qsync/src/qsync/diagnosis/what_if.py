@@ -79,11 +79,13 @@ class JobForecast:
         step_s: seconds a step, or a micro-batch with accumulation.
         timeline: the replay of all steps.
         graph: what was replayed.
+        note: what the trace left open, and how it was taken; empty if nothing.
     """
 
     step_s: float
     timeline: Timeline = field(repr=False)
     graph: JobGraph = field(repr=False)
+    note: str = ""
 
     @cached_property
     def critical_s(self) -> dict[tuple[int | None, str], float]:
@@ -136,20 +138,29 @@ class TracedJob:
     def link(self) -> Link:
         """The links' latency and rate, fitted to the medians of collectives of equal size.
 
+        One size tells no latency: it counts as rate.
+
         Raises:
-            DataError: the trace has no sizes, or only one.
+            DataError: the trace has no sizes.
         """
-        seconds: dict[int, list[float]] = {}
-        for exchange in self.exchanges:
-            if exchange.kind == "allreduce" and exchange.num_bytes is not None:
-                seconds.setdefault(exchange.num_bytes, []).append(exchange.seconds)
-        if len(seconds) < 2:
+        medians = self._medians_s
+        if not medians:
             raise DataError(
-                f"expected all-reduces of at least two known sizes, got {len(seconds)}; record "
-                "shapes (record_shapes=True) of steps with several buckets"
+                "expected all-reduces of known sizes, got none; record shapes (record_shapes=True)"
             )
-        medians = [(size, float(np.median(times))) for size, times in seconds.items()]
-        return fit_link(medians, is_quiet=True).link
+        if len(medians) == 1:
+            ((size, seconds),) = medians.items()
+            return Link(alpha_s=0.0, beta_s_per_byte=seconds / size)
+        return fit_link(list(medians.items()), is_quiet=True).link
+
+    @cached_property
+    def _medians_s(self) -> dict[int, float]:
+        """Median seconds of all-reduces by their bytes."""
+        seconds: dict[int, list[float]] = defaultdict(list)
+        for exchange in self.exchanges:
+            if exchange.kind == "allreduce" and exchange.num_bytes:
+                seconds[exchange.num_bytes].append(exchange.seconds)
+        return {size: float(np.median(times)) for size, times in seconds.items()}
 
     def predict(self, change: JobChange | None = None) -> JobForecast:
         """Replays the job under a change.
@@ -175,7 +186,11 @@ class TracedJob:
                 for rank in range(self.num_ranks)
             ) / len(graph.step_ends[0])
             step_s = ((change.accumulation - 1) * free_s + step_s) / change.accumulation
-        return JobForecast(step_s=float(step_s), timeline=timeline, graph=graph)
+        needs_link = change.bucket_bytes or change.link_speed != 1 or change.gradient_share != 1
+        note = ""
+        if needs_link and len(self._medians_s) == 1:
+            note = "all all-reduces have one size, so that the link's latency counts as rate"
+        return JobForecast(step_s=float(step_s), timeline=timeline, graph=graph, note=note)
 
     def _check(self, change: JobChange) -> None:
         for rank in [*change.rank_speed, *(rank for rank, _ in change.operator_speed)]:
