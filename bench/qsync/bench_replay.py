@@ -32,7 +32,7 @@ PEERS = [
         "why": "what a prediction that knows the machine and not the plan gets at the most",
     }
 ]
-NUM_PLANS, TURNS, TOKENS = 5, 4, 256
+NUM_PLANS, TURNS, TOKENS = 20, 6, 512
 SHARES = {2: (0.6,), 3: (0.45, 0.45)}
 COMMAND = "hatch run bench qsync/replay"
 

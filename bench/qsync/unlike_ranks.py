@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from real_models import Job
 from torch import distributed
 
 from qsync.planner.cost_mapper import CostMapper
+from qsync.planner.graph import Graph
 from qsync.planner.plan import Plan, describe_operators
 from qsync.planner.ranks import RankCosts, allocate
 from qsync.planner.replayer import GradientBuckets, RankSeconds, StepReplay
@@ -71,13 +73,13 @@ class Survey:
     noise: dict[str, dict[str, float]]
     buckets: GradientBuckets
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "costs", [profile.costs() for profile in self.profiles])
-
-    costs: Sequence[RankCosts] = ()
+    @cached_property
+    def costs(self) -> list[RankCosts]:
+        """What each rank's operators and casts take."""
+        return [profile.costs() for profile in self.profiles]
 
     @property
-    def graph(self):
+    def graph(self) -> Graph:
         """The operators of a step."""
         return self.profiles[0].graph
 
