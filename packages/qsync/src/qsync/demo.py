@@ -207,7 +207,7 @@ def train(size: Size) -> RankRecord:
     gradient = partial(_measure_gradient, model, next(samples))
     exact, own, uniform = gradient(), gradient(chosen), gradient(lowest)
     float32 = apply(model, Plan.uniform(model, "fp32"))
-    ways = {
+    ways: dict[str, nn.Module] = {
         "float32": DistributedDataParallel(deepcopy(float32)),
         "planned": DDP(apply(model, chosen)),
     }

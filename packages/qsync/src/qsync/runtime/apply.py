@@ -19,13 +19,12 @@ _PLAN = "_qsync_plan"
 
 @runtime_checkable
 class PrecisionPlan(Protocol):
-    """What `apply` asks of a plan.
+    """What `apply` asks of a plan."""
 
-    Attributes:
-        ranks: one entry a rank, or one for all ranks.
-    """
-
-    ranks: Sequence[Any]
+    @property
+    def ranks(self) -> Sequence[Any]:
+        """One entry a rank, or one for all ranks."""
+        ...
 
     def check_model(self, model: nn.Module) -> None:
         """Refuses a model that the plan was not made for."""

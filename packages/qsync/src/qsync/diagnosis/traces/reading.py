@@ -59,11 +59,11 @@ def read_traces(paths: Sequence[str | os.PathLike[str]]) -> list[RankTrace]:
         DataError: a file cannot be read or is cut, a trace has no collectives, a rank is missing
             or there twice, or traces are of jobs of unlike sizes.
     """
-    names = [paths] if isinstance(paths, str | os.PathLike) else paths
+    names = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
     if len(names) < 2:
         raise DataError(
             "traces: expected those of all ranks, at least two files, got "
-            f"{', '.join(map(os.fspath, names)) or 'none'}; export one with torch.profiler on each rank"
+            f"{', '.join(str(name) for name in names) or 'none'}; export one with torch.profiler on each rank"
         )
     origin_ns: int | None = None
     traces = []
