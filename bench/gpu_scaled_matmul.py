@@ -1,6 +1,7 @@
 """Rows of products of int8 and fp8 codes for bench/gpu.py: scaled matmuls, and layers that qsync lowers."""
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from gpu_clock import Row, measure
@@ -37,7 +38,9 @@ def scaled_matmul_rows(device: str, sizes: tuple[int, ...], turns: int) -> list[
                     quantize_rows(x, dtype), quantize_rows(weight, dtype), dtype=torch.bfloat16
                 )
 
-            peers = {"bf16": lambda x=x, weight=weight: x @ weight.t()}
+            peers: dict[str, Callable[[], object]] = {
+                "bf16": lambda x=x, weight=weight: x @ weight.t()
+            }
             if device == "cuda":
                 peers[TORCH[name]] = _torch_product(name, x, weight)
             error = float((ours().float() - exact).norm() / exact.norm())

@@ -111,6 +111,7 @@ def bench_layers(benchmark, record_claim):
                     out = qsync.linear(x, weight, precision=precision)
             total += sum(storage.nbytes() for storage in kept.values())
             out.sum().backward()
+            assert weight.grad is not None
             assert weight.grad.dtype == torch.float32
         return total
 

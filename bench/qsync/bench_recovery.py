@@ -69,7 +69,7 @@ def run_recovery(turns):
     plan = survey.plan(survey.noise)
     names = list(list_operators(alone.job.model))
     table = rank_by_variance(alone.job, PRECISIONS[:2])["paper"]
-    tables = sum(gather(table))
+    tables = torch.stack(gather(table)).sum(0)
     paper = {
         name: {**dict(zip(PRECISIONS[:2], row.tolist(), strict=True)), "fp32": 0.0}
         for name, row in zip(names, tables, strict=True)

@@ -1,6 +1,7 @@
 """Other indicators of how much an operator's precision matters, beside which the probe is measured."""
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch.nn import functional
@@ -17,7 +18,7 @@ __all__ = ["rank_by_variance"]
 
 def rank_by_variance(job, precisions, num_batches=2):
     """Every other indicator as [operator, precision], by its name."""
-    operators = list_operators(job.model)
+    operators: dict[str, Any] = list_operators(job.model)
     found = {
         name: torch.zeros(len(operators), len(precisions), dtype=torch.float64)
         for name in ("exact", "paper", "weight variance", "size", "Hessian trace")
@@ -29,7 +30,7 @@ def rank_by_variance(job, precisions, num_batches=2):
             for k, precision in enumerate(precisions):
                 for mode in ("exact", "paper"):
                     found[mode][i, k] += weigh_by_depth(
-                        *vary(module, *factors[name], precision, mode),
+                        *vary(module, factors[name], precision, mode),
                         depths[name],
                         max(depths.values()) + 1,
                     )
@@ -71,16 +72,17 @@ def capture_factors(job, batch, operators):
     return factors
 
 
-def vary(module, x, gradient, precision, mode):
+def vary(module, factors, precision, mode):
     """Variance of an operator's product and of its weight's gradient."""
+    x, gradient = factors
     weight = module.weight.detach().flatten(1)
     if isinstance(module, torch.nn.Embedding):
         # Rows that are looked up; their gradients are added up in float32.
-        return float(rounding_variance(weight, precision).flatten()[0]) * x.numel() * weight.shape[
-            1
-        ], 0.0
+        variance = float(rounding_variance(weight, precision).mean())
+        return variance * x.numel() * weight.shape[1], 0.0
     if isinstance(module, torch.nn.Conv2d):
-        x = functional.unfold(x, module.kernel_size, 1, module.padding, module.stride)
+        padding: Any = module.padding
+        x = functional.unfold(x, module.kernel_size, 1, padding, module.stride)
         x, gradient = x.transpose(1, 2), gradient.flatten(2).transpose(1, 2)
     x, gradient = x.reshape(-1, x.shape[-1]), gradient.reshape(-1, gradient.shape[-1])
     return (
@@ -91,7 +93,8 @@ def vary(module, x, gradient, precision, mode):
 
 def estimate_traces(job, num_batches, num_signs=16):
     """The mean of the Hessian's diagonal over each operator's weight."""
-    weights = [module.weight for module in list_operators(job.model).values()]
+    operators: dict[str, Any] = list_operators(job.model)
+    weights = [module.weight for module in operators.values()]
     generator = torch.Generator().manual_seed(0)
     traces = torch.zeros(len(weights), dtype=torch.float64)
     for batch in job.batches[:num_batches]:
