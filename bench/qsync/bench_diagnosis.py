@@ -3,17 +3,19 @@
 DDP over two emulated hosts, one rank and one thread each: a rank on a share of a core, an operator
 that one rank computes many times, a loader that sleeps on one rank, and links of 100 or 200 Mbit/s.
 Both hosts are this machine, whose clocks agree, so that a trace moved to another clock has a known
-offset: traces of three in five cases are shifted by seconds, drift, or do both.
+offset: traces of three in five cases are shifted by seconds, drift, or do both. Shares of a core are
+small enough to bind where others compute too.
 """
 
 import gzip
 import json
 import sys
+from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 
 import pytest
 
@@ -31,7 +33,7 @@ pytestmark = [
     pytest.mark.skipif(netlab.available() is not None, reason=str(netlab.available())),
 ]
 
-REVISION = 1
+REVISION = 2
 PEERS = [
     {
         "peer": "HolisticTraceAnalysis",
@@ -39,7 +41,7 @@ PEERS = [
         "why": "not timed: it needs GPU kernels and fails on traces of gloo",
     },
 ]
-NUM_STEPS = 8
+NUM_STEPS = 12
 COMMAND = "hatch run bench qsync/diagnosis"
 
 
@@ -71,7 +73,7 @@ RANKS = [1, 0, 1, 0, 1]
 CASES = [
     *(
         Case(kind="slow rank", rank=rank, share=share, offset_s=offset_s, drift=drift)
-        for rank, share, (offset_s, drift) in zip(RANKS, [0.3, 0.3, 0.4, 0.3, 0.3], CLOCKS, strict=True)
+        for rank, share, (offset_s, drift) in zip(RANKS, [0.15, 0.15, 0.2, 0.15, 0.15], CLOCKS, strict=True)
     ),
     *(
         Case(kind="slow operator", rank=rank, offset_s=offset_s, drift=drift,
@@ -120,7 +122,7 @@ def find_first_us(path):
 
 @pytest.fixture(scope="module")
 def diagnoses(tmp_path_factory):
-    """Runs all cases, those of equal machines in one pool, and diagnoses their traces."""
+    """Diagnoses all cases, those of equal machines in one pool; with seconds of a step by a clock."""
     pools = {}
     for number, case in enumerate(CASES):
         late = case.rank if case.share else None
@@ -130,10 +132,10 @@ def diagnoses(tmp_path_factory):
         with start_ranks(*machines) as pool:
             for number in numbers:
                 case, folder = CASES[number], tmp_path_factory.mktemp(f"case{number}")
-                pool.run(train, case.delay, NUM_STEPS, str(folder))
+                ranks = pool.run(train, case.delay, NUM_STEPS, str(folder)).results
                 paths = [folder / f"rank{rank}.json.gz" for rank in range(2)]
                 move_clock(paths[1], find_first_us(paths[0]), case)
-                made[number] = diagnose(paths)
+                made[number] = diagnose(paths), fmean(rank.step_s for rank in ranks)
     return [made[number] for number in range(len(CASES))]
 
 
@@ -145,15 +147,16 @@ def describe(case):
 def bench_causes_named(benchmark, record_claim, diagnoses):
     def compare():
         wrong = []
-        for case, diagnosis in zip(CASES, diagnoses, strict=True):
+        for case, (diagnosis, _) in zip(CASES, diagnoses, strict=True):
             first = diagnosis.causes[0] if diagnosis.causes else None
             named = first and (first.kind, first.rank)
             is_operator = not first or first.operator in (None, "aten::gelu")
             if named != (case.kind, case.rank) or not is_operator:
-                wrong.append(f"{describe(case)}: {first and first.text}")
+                wrong.append((case.kind, f"{describe(case)}: {first and first.text}"))
         return wrong
 
     wrong = benchmark.pedantic(compare, rounds=1)
+    missed = Counter(kind for kind, _ in wrong)
     record_claim(
         Claim(
             name="planted causes named first",
@@ -162,8 +165,8 @@ def bench_causes_named(benchmark, record_claim, diagnoses):
             baseline=float(len(CASES)),
             baseline_name="all planted",
             higher_is_better=True,
-            correct=len(wrong) <= len(CASES) // 4,
-            detail="; ".join(wrong) or "all kinds, ranks and operators",
+            correct=max(missed.values(), default=0) <= 1,
+            detail="; ".join(text for _, text in wrong) or "all kinds, ranks and operators",
             source=f"{COMMAND} -k causes",
         ),
         aim=1.0,
@@ -174,13 +177,13 @@ def bench_clocks_aligned(benchmark, record_claim, diagnoses):
     def compare():
         return [
             abs(diagnosis.clock_offset_s[1] - case.offset_s)
-            for case, diagnosis in zip(CASES, diagnoses, strict=True)
+            for case, (diagnosis, _) in zip(CASES, diagnoses, strict=True)
         ]
 
     errors = benchmark.pedantic(compare, rounds=1)
     drifts = [
         abs(diagnosis.clock_drift[1] - case.drift)
-        for case, diagnosis in zip(CASES, diagnoses, strict=True)
+        for case, (diagnosis, _) in zip(CASES, diagnoses, strict=True)
     ]
     record_claim(
         Claim(
@@ -190,7 +193,7 @@ def bench_clocks_aligned(benchmark, record_claim, diagnoses):
             baseline=1e-3,
             baseline_name="a millisecond",
             higher_is_better=False,
-            correct=max(errors) < 0.1,
+            correct=max(errors) < 0.02 and max(drifts) < 1e-3,
             detail=f"{min(errors) * 1e3:.2f} to {max(errors) * 1e3:.2f} ms over {len(CASES)} cases; "
             f"drifts off by {median(drifts) * 1e6:.0f} us a second in the median",
             source=f"{COMMAND} -k clocks",
@@ -202,9 +205,11 @@ def bench_clocks_aligned(benchmark, record_claim, diagnoses):
 
 def bench_unchanged_replay(benchmark, record_claim, diagnoses):
     def compare():
-        return [abs(each.replayed_step_s / each.step_s - 1) for each in diagnoses]
+        return [abs(each.replayed_step_s / each.step_s - 1) for each, _ in diagnoses]
 
     errors = benchmark.pedantic(compare, rounds=1)
+    # The ranks' own clocks know nothing of traces.
+    timed = [abs(each.replayed_step_s / step_s - 1) for each, step_s in diagnoses]
     record_claim(
         Claim(
             name="error of the unchanged replay, largest of all cases",
@@ -213,8 +218,9 @@ def bench_unchanged_replay(benchmark, record_claim, diagnoses):
             baseline=0.05,
             baseline_name="5 %",
             higher_is_better=False,
-            correct=max(errors) < 0.2,
-            detail=f"median {median(errors):.2%}, {min(errors):.2%} to {max(errors):.2%}",
+            correct=max(timed) < 0.1,
+            detail=f"median {median(errors):.2%}, {min(errors):.2%} to {max(errors):.2%}; against steps "
+            f"timed outside the trace up to {max(timed):.2%}",
             source=f"{COMMAND} -k replay",
         ),
         aim=1.0,

@@ -3,6 +3,7 @@
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -76,6 +77,20 @@ def _build(delay, rank):
     return nn.Sequential(*layers, nn.Linear(WIDTH, CLASSES))
 
 
+class Trained(NamedTuple):
+    """What a rank's training took and did.
+
+    Attributes:
+        step_s: seconds of a step, divided by its batches.
+        learned: by how much the loss fell.
+        sent_bytes: of each bucket of the last step, divided by its batches.
+    """
+
+    step_s: float
+    learned: float
+    sent_bytes: tuple[float, ...]
+
+
 def send_in_bf16(state, bucket):
     """All-reduces a bucket in bf16: gloo refuses torch's own hook for it."""
     low = bucket.buffer().to(torch.bfloat16).div_(torch.distributed.get_world_size())
@@ -84,34 +99,49 @@ def send_in_bf16(state, bucket):
 
 
 def train(delay, num_steps, trace=None):
-    """Trains, and writes a trace if a folder is given; seconds of an untraced step of one batch."""
+    """Trains, and writes a trace if a folder is given."""
     torch.set_num_threads(1)
     group = Group.world()
     model = DistributedDataParallel(_build(delay, group.rank), bucket_cap_mb=delay.bucket_mb)
-    model.register_comm_hook(None, send_in_bf16 if delay.has_bf16_gradients else allreduce_hook)
+    hook = send_in_bf16 if delay.has_bf16_gradients else allreduce_hook
+    sent_bytes = []
+
+    def send(state, bucket):
+        sent_bytes.append(
+            bucket.buffer().nbytes / (1 + delay.has_bf16_gradients) / delay.accumulation
+        )
+        return hook(state, bucket)
+
+    model.register_comm_hook(None, send)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3, fused=True)
     loader_s = delay.loader_s if group.rank == delay.rank else 0.0
     batches = iter(DataLoader(_Batches(delay.rows, loader_s), batch_size=None))
+    losses, ends_s = [], []
 
     def run_batch():
         inputs, labels = next(batches)
-        nn.functional.cross_entropy(model(inputs), labels).backward()
+        loss = nn.functional.cross_entropy(model(inputs), labels)
+        loss.backward()
+        losses.append(loss.detach())
 
     def run_step():
+        sent_bytes.clear()
         optimizer.zero_grad(set_to_none=True)
         with model.no_sync():
             for _ in range(delay.accumulation - 1):
                 run_batch()
         run_batch()
         optimizer.step()
+        ends_s.append(time.perf_counter())
 
     for _ in range(2):
         run_step()
     barrier(group)
     if trace is not None:
         record_steps(run_step, Path(trace) / f"rank{group.rank}.json.gz", num_steps=num_steps)
-        return 0.0
-    started = time.perf_counter()
-    for _ in range(num_steps):
-        run_step()
-    return (time.perf_counter() - started) / num_steps / delay.accumulation
+    else:
+        for _ in range(num_steps + 1):
+            run_step()
+        num_steps += 1
+    step_s = (ends_s[-1] - ends_s[-num_steps]) / (num_steps - 1) / delay.accumulation
+    return Trained(step_s, float(losses[0] - losses[-1]), tuple(sent_bytes))

@@ -35,6 +35,19 @@ def test_an_operator_is_slow_that_lags_behind_far_more():
     assert name_cause(FAST | {"gelu": 0.05, "mm": 0.055, "add": 0.005}) == ("slow operator", "gelu")
 
 
+def test_an_operator_that_lags_in_few_steps_only_is_not_the_cause():
+    def steps(gelu_s):
+        return [
+            piece._replace(step=step)
+            for step, seconds in enumerate(gelu_s)
+            for piece in lane(FAST | {"gelu": seconds})
+        ]
+
+    others = steps([0.02] * 8)
+    for gelu_s, kind in (([0.04] * 8, "slow operator"), ([0.02] * 6 + [0.1] * 2, "slow rank")):
+        assert find_rank_cause([others, steps(gelu_s)], 1, 0.02, 8).kind == kind
+
+
 def test_a_rank_as_fast_as_the_others_is_late_in_single_steps_only():
     cause = find_rank_cause([lane(FAST), lane(FAST)], 1, 0.05, 1)
     assert cause.text == "rank 1 is late in single steps, and as fast as the others over all"

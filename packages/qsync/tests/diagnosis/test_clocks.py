@@ -46,6 +46,16 @@ def test_scatter_alone_gives_no_drift():
     assert sum(drift == 0 for drift in drifts) >= 36
 
 
+def test_a_slope_that_no_clock_has_is_no_drift():
+    ends = np.linspace(0, 2, 24)
+    scatter = np.random.default_rng(0).normal(0, 1e-5, 24)
+    # A rank that is throttled more and more notes its last ends later and later.
+    throttled = ends + 0.1 + scatter + np.maximum(0, 6e-3 * (ends - 1))
+    clock = fit_clocks([ends, throttled], 0.0)[1]
+    assert clock.drift == 0
+    assert clock.offset_s == pytest.approx(0.1, abs=1e-4)
+
+
 @pytest.mark.parametrize("is_shifted_base", [False, True])
 def test_planted_clocks_are_found_within_a_millisecond(tmp_path, is_shifted_base):
     job = PlantedJob(

@@ -2,8 +2,9 @@
 
 The rank that others wait for is compared with the median of the others, operator by operator. If
 its loader, or one operator that lags behind more than the rest do, makes up half of its excess or
-more, that is the cause; else the rank is slow at everything. Collectives that no computing hides are
-the link's.
+more, that is the cause; else the rank is slow at everything. A cause acts in every step, while a busy
+core preempts long operators in some: what the scatter of steps explains is no operator's. Collectives that
+no computing hides are the link's.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
+from jaxtyping import Float
 
 from qsync.diagnosis.collectives import MatchedCollective, merge
 from qsync.diagnosis.job_graph import LanePiece
@@ -29,6 +31,8 @@ _MAIN_SHARE = 0.5
 _ALIKE = 0.01
 # Part of its own lag by which all else may lag where one operator is the cause.
 _REST_SHARE = 0.25
+# Standard errors over the steps that an operator's lag must exceed.
+_STEADY = 5.0
 
 
 class DelayCause(NamedTuple):
@@ -63,22 +67,24 @@ def find_rank_cause(
     tables = [_sum_by_name(lane, num_steps) for lane in lanes]
     mine = tables.pop(rank)
     names = sorted({name for table in [mine, *tables] for name in table})
-    reference = {
-        name: float(np.median([table.get(name, 0.0) for table in tables])) for name in names
-    }
-    excess = {name: mine.get(name, 0.0) - reference[name] for name in names}
+    reference = {name: np.median([table[name] for table in tables], axis=0) for name in names}
+    excess = {name: mine[name] - reference[name] for name in names}
+    worst = max(names, key=lambda name: excess[name].mean())
+    mine_s = {name: float(mine[name].mean()) for name in names}
+    usual_s = {name: float(reference[name].mean()) for name in names}
+    lag_s = mine_s[worst] - usual_s[worst]
     # Operators that are faster by chance make up for those that are slower by chance.
-    total = sum(excess.values())
-    ratio = sum(mine.values()) / max(sum(reference.values()), 1e-12)
-    worst = max(names, key=lambda name: excess[name])
-    rest = (sum(mine.values()) - mine.get(worst, 0.0)) / max(
-        sum(reference.values()) - reference[worst], 1e-12
-    )
-    lag = mine.get(worst, 0.0) / max(reference[worst], 1e-12)
+    total_s, total_usual_s = sum(mine_s.values()), sum(usual_s.values())
+    ratio = total_s / max(total_usual_s, 1e-12)
+    rest = (total_s - mine_s[worst]) / max(total_usual_s - usual_s[worst], 1e-12)
+    lag = mine_s[worst] / max(usual_s[worst], 1e-12)
     is_main = (
-        excess[worst] >= _MAIN_SHARE * total and lag > 1 and rest - 1 <= _REST_SHARE * (lag - 1)
+        lag_s >= _MAIN_SHARE * (total_s - total_usual_s)
+        and lag > 1
+        and rest - 1 <= _REST_SHARE * (lag - 1)
+        and (num_steps == 1 or lag_s > _STEADY * np.std(excess[worst], ddof=1) / num_steps**0.5)
     )
-    spent = f"{format_s(mine.get(worst, 0.0))} a step against {format_s(reference[worst])}"
+    spent = f"{format_s(mine_s[worst])} a step against {format_s(usual_s[worst])}"
     if is_main and worst == LOADER:
         text = f"the loader of rank {rank} is late: {spent} on the others"
         return DelayCause("late loader", seconds, rank, None, text)
@@ -104,10 +110,12 @@ def link_cause(collectives: Sequence[MatchedCollective], exposed_s: float) -> De
     return DelayCause("slow link", exposed_s, None, None, text)
 
 
-def _sum_by_name(lane: Sequence[LanePiece], num_steps: int) -> dict[str, float]:
-    seconds: dict[str, float] = defaultdict(float)
+def _sum_by_name(
+    lane: Sequence[LanePiece], num_steps: int
+) -> defaultdict[str, Float[np.ndarray, " steps"]]:
+    seconds = defaultdict(lambda: np.zeros(num_steps))
     for piece in lane:
         # What is left of a gap behind a collective is the wake-up of the rank, not this operator's.
         own_s = piece.busy_s if piece.behind else piece.gap_s + piece.busy_s
-        seconds[piece.name] += own_s / num_steps
+        seconds[piece.name][piece.step] += own_s
     return seconds

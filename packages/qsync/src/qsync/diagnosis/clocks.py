@@ -3,7 +3,7 @@
 A rank's clock reads `t + offset_s + drift * (t - origin_s)` at time t of rank 0's clock. A busy core
 lets threads note an end late, never early, often for most ends of a throttled rank. So the offset is
 where ends lie densest (the half-sample mode). The slope is that of Theil and Sen, and a slope that
-the scatter explains counts as zero.
+the scatter explains, or that no clock has, counts as zero.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ _MAX_ENDS = 400
 _NUM_DENSEST = 4
 # Standard errors that a drift must exceed.
 _SIGNIFICANT = 4.0
+# Quartz is off by 1e-4 at most, and a clock that is being corrected by 5e-4.
+_MAX_DRIFT = 1e-3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,4 +91,4 @@ def _fit_drift(x: Float[np.ndarray, " n"], y: Float[np.ndarray, " n"]) -> float:
     residual = y - slope * x
     spread = 1.4826 * float(np.median(np.abs(residual - np.median(residual))))
     error = spread / (float(np.std(x)) * len(x) ** 0.5)
-    return slope if abs(slope) > _SIGNIFICANT * error else 0.0
+    return slope if _SIGNIFICANT * error < abs(slope) <= _MAX_DRIFT else 0.0
