@@ -13,14 +13,15 @@ from pathlib import Path
 import torch
 
 import qsync
-from qsync.data import LabeledBatches, ResNet8, classify, load_digit_images
+from qsync.config import TrainingJob
+from qsync.data import ResNet8, classify, load_digit_images
 
 
-def build() -> tuple[torch.nn.Module, LabeledBatches, object]:
+def build() -> TrainingJob:
     """Builds a model, its batches and its loss function of (model, batch)."""
     torch.manual_seed(0)
     train, _ = load_digit_images(batch_size=64)
-    return ResNet8(), train, classify
+    return TrainingJob(ResNet8(), train, classify)
 
 
 def main() -> None:

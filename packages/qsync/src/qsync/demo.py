@@ -193,7 +193,8 @@ def train(size: Size) -> RankRecord:
     torch.manual_seed(0)
     model = load_minilm(4, dropout=0.0)
     model.encoder.embeddings.requires_grad_(False)
-    for layer in model.encoder.encoder["layer"][: size.num_frozen]:
+    layers: Any = model.get_submodule("encoder.encoder.layer")
+    for layer in layers[: size.num_frozen]:
         layer.requires_grad_(False)
     batches, _ = load_bible_books(
         4, length=size.length, batch_size=size.batch_size, seed=group.rank
