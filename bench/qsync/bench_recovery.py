@@ -23,7 +23,7 @@ from shared.comms import Group, RankPool
 # What lies beside a benchmark is no module of a package.
 sys.path.insert(0, str(Path(__file__).parent))
 
-from indicators import rank_by_variance
+from indicators import weigh
 from slow_rank import Way, find_least_noise, longest, on_rank, record_uniform
 from unlike_ranks import PRECISIONS, gather, slow_down, survey_ranks, take_turns
 
@@ -68,7 +68,7 @@ def run_recovery(turns):
     survey = survey_ranks(alone.job, has_noise=True)
     plan = survey.plan(survey.noise)
     names = list(list_operators(alone.job.model))
-    table = rank_by_variance(alone.job, PRECISIONS[:2])["paper"]
+    table = weigh(alone.job, PRECISIONS[:2], "paper")
     tables = torch.stack(gather(table)).sum(0)
     paper = {
         name: {**dict(zip(PRECISIONS[:2], row.tolist(), strict=True)), "fp32": 0.0}

@@ -13,34 +13,35 @@ from qsync.profiler.noise import backward_noise, forward_noise, rounding_varianc
 from qsync.profiler.state import preserve_state
 from qsync.runtime.modules import list_operators
 
-__all__ = ["rank_by_variance"]
+__all__ = ["rank_by_variance", "weigh"]
 
 
 def rank_by_variance(job, precisions, num_batches=2):
     """Every other indicator as [operator, precision], by its name."""
     operators: dict[str, Any] = list_operators(job.model)
-    found = {
-        name: torch.zeros(len(operators), len(precisions), dtype=torch.float64)
-        for name in ("exact", "paper", "weight variance", "size", "Hessian trace")
+    weights = [module.weight.detach() for module in operators.values()]
+    variance = torch.tensor(
+        [[float(rounding_variance(w, p).sum()) for p in precisions] for w in weights]
+    )
+    size = torch.tensor([[float(w.numel())] * len(precisions) for w in weights])
+    return {
+        **{mode: weigh(job, precisions, mode, num_batches) for mode in ("exact", "paper")},
+        "weight variance": variance,
+        "size": size,
+        "Hessian trace": estimate_traces(job, num_batches)[:, None] * variance,
     }
-    depths = find_depths(job)
+
+
+def weigh(job, precisions, mode, num_batches=2):
+    """Variances of products weighed by depth [operator, precision], in a mode of `forward_noise`."""
+    operators, depths = list_operators(job.model), find_depths(job)
+    found = torch.zeros(len(operators), len(precisions), dtype=torch.float64)
     for batch in job.batches[:num_batches]:
         factors = capture_factors(job, batch, operators)
         for i, (name, module) in enumerate(operators.items()):
             for k, precision in enumerate(precisions):
-                for mode in ("exact", "paper"):
-                    found[mode][i, k] += weigh_by_depth(
-                        *vary(module, factors[name], precision, mode),
-                        depths[name],
-                        max(depths.values()) + 1,
-                    )
-    for i, module in enumerate(operators.values()):
-        for k, precision in enumerate(precisions):
-            weight = module.weight.detach()
-            found["weight variance"][i, k] = float(rounding_variance(weight, precision).sum())
-            found["size"][i, k] = weight.numel()
-    traces = estimate_traces(job, num_batches)
-    found["Hessian trace"] = traces[:, None] * found["weight variance"]
+                both = vary(module, factors[name], precision, mode)
+                found[i, k] += weigh_by_depth(*both, depths[name], max(depths.values()) + 1)
     return found
 
 
