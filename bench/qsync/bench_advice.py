@@ -153,7 +153,7 @@ def bench_first_advice(benchmark, record_claim, tmp_path):
             higher_is_better=False,
             correct=advice.change.accumulation == 1 and is_done(advice.change, default, advised),
             detail=advice.text,
-            source=f"{COMMAND} -k advice",
+            source=f"{COMMAND} -k first_advice",
         ),
         aim=1.3,
         spread=(min(ratios), max(ratios)),

@@ -69,7 +69,8 @@ def test_the_links_cost_what_a_step_gains_without_them(tmp_path):
     assert link.seconds == pytest.approx(cost_s, rel=0.05)
 
 
-def test_ends_that_busy_threads_note_late_do_not_move_a_clock():
+@pytest.mark.parametrize(("shares", "limit_s"), [((0.2, 0.7), 2e-4), ((0.05, 0.95), 5e-4)])
+def test_ends_that_busy_threads_note_late_do_not_move_a_clock(shares, limit_s):
     errors, medians = [], []
     for seed in range(20):
         random = np.random.default_rng(seed)
@@ -77,12 +78,12 @@ def test_ends_that_busy_threads_note_late_do_not_move_a_clock():
         # Rank 1 is throttled: most of its ends are noted late, and some of rank 0's.
         late = [
             random.exponential(1e-2, 40) * (random.random(40) < share) + random.normal(0, 1e-4, 40)
-            for share in (0.2, 0.7)
+            for share in shares
         ]
         mine, other = ends + late[0], ends + late[1] + 0.5
         errors.append(abs(fit_clocks([mine, other], 0.0)[1].offset_s - 0.5))
         medians.append(abs(np.median(other - mine) - 0.5))
-    assert np.median(errors) < 2e-4
+    assert np.median(errors) < limit_s
     assert np.median(medians) > 1e-3
 
 

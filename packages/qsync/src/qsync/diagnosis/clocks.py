@@ -1,9 +1,9 @@
 """Clocks of ranks, aligned on the ends of collectives that end on all ranks together.
 
 A rank's clock reads `t + offset_s + drift * (t - origin_s)` at time t of rank 0's clock. A busy core
-lets threads note an end late, never early, often for most ends of a throttled rank. So the offset is
-where ends lie densest (the half-sample mode). The slope is that of Theil and Sen, and a slope that
-the scatter explains, or that no clock has, counts as zero.
+lets threads note an end late, never early, and a throttled rank notes most ends late. So the offset
+is fitted with exponential lateness of either rank, each of its own scale. The slope is that of Theil
+and Sen, and a slope that the scatter explains, or that no clock has, counts as zero.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ COMMON_END = frozenset({"allreduce", "allgather", "reducescatter", "alltoall", "
 
 # Pairs of ends are compared, so that more than these would cost seconds and add little.
 _MAX_ENDS = 400
-_NUM_DENSEST = 4
 # Standard errors that a drift must exceed.
 _SIGNIFICANT = 4.0
 # Quartz is off by 1e-4 at most, and a clock that is being corrected by 5e-4.
@@ -61,19 +60,24 @@ def fit_clocks(
     for ends in ends_s:
         ahead = ends - ends_s[0]
         drift = _fit_drift(x, ahead)
-        offset_s = _densest(ahead - drift * x)
+        offset_s = _fit_offset(ahead - drift * x)
         clocks.append(RankClock(offset_s=offset_s, drift=drift, origin_s=origin_s))
     return clocks
 
 
-def _densest(values: Float[np.ndarray, " n"]) -> float:
-    """Halves the sample to its shortest half until few are left."""
-    sample = np.sort(values)
-    while len(sample) > _NUM_DENSEST:
-        half = (len(sample) + 1) // 2
-        first = int(np.argmin(sample[half - 1 :] - sample[: len(sample) - half + 1]))
-        sample = sample[first : first + half]
-    return float(sample.mean())
+def _fit_offset(ahead: Float[np.ndarray, " n"]) -> float:
+    """Fits `ahead = offset + late - late of rank 0` by maximum likelihood.
+
+    With both scales at their best, the likelihood is largest where the roots of the mean excess on
+    either side of the offset add up to least, which is at one of the values.
+    """
+    center = float(np.median(ahead))
+    values = np.sort(ahead - center)
+    below, count = np.cumsum(values), np.arange(1, len(values) + 1)
+    early = values * count - below
+    late = below[-1] - below - values * (len(values) - count)
+    cost = np.sqrt(np.maximum(early, 0.0)) + np.sqrt(np.maximum(late, 0.0))
+    return center + float(values[np.argmin(cost)])
 
 
 def _fit_drift(x: Float[np.ndarray, " n"], y: Float[np.ndarray, " n"]) -> float:
