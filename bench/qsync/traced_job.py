@@ -63,6 +63,7 @@ class _Gelu(nn.Module):
         self.repeats = repeats
 
     def forward(self, x):
+        y = x
         for _ in range(self.repeats):
             y = nn.functional.gelu(x)
         return y

@@ -9,7 +9,7 @@ a rounded operand drawn from a normal distribution.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from qsync.planner.cost_mapper import CostMapper
 from qsync.planner.graph import Graph, Op
@@ -108,6 +108,7 @@ def simulate(
         buckets=buckets,
     )  # fmt: skip
     lowered = plan.ranks[devices.index(slow)]
+    step_s = cast("float", plan.step_s)
     return [
         *(
             _run_uniformly(graph, ranks, buckets, slow, precision, noise)
@@ -115,10 +116,10 @@ def simulate(
         ),
         SimulatedPlan(
             name="planned",
-            step_s=plan.step_s,
-            idle_share=max(rank.idle_s for rank in plan.ranks) / plan.step_s,
+            step_s=step_s,
+            idle_share=max(cast("float", rank.idle_s) for rank in plan.ranks) / step_s,
             num_lowered=len(lowered.lowered),
-            noise=lowered.noise,
+            noise=cast("float", lowered.noise),
         ),
     ]
 

@@ -118,7 +118,7 @@ def test_convolution_is_float64_at_rounded_factors(precision, shape, weight, geo
     tensors = [_draw(*shape), _draw(*weight, seed=1), _draw(weight[0], seed=2)]
     rounded = [_round(tensors[0], precision), _round(tensors[1], precision), tensors[2].double()]
     _compare(
-        lambda *each: convolve(*each, geometry, precision=precision),
+        lambda x, weight, bias: convolve(x, weight, bias, geometry, precision=precision),
         lambda *each: exact(*each, *geometry),
         tensors,
         rounded,
@@ -135,8 +135,8 @@ def test_convolution_gives_the_gradients_that_are_asked_for(asked):
         each.clone().requires_grad_(is_asked)
         for each, is_asked in zip((x, weight), asked, strict=True)
     ]
-    for pair in (both, some):
-        convolve(*pair, None, geometry, precision="int8").square().sum().backward()
+    for first, second in (both, some):
+        convolve(first, second, None, geometry, precision="int8").square().sum().backward()
     for full, part, is_asked in zip(both, some, asked, strict=True):
         assert (part.grad is not None) == is_asked
         if is_asked:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from typing import Any
+from typing import Any, cast
 
 from qsync.diagnosis.diagnose import Diagnosis
 from qsync.diagnosis.what_if import JobChange
@@ -69,7 +69,7 @@ def compare_in_chrome(diagnosis: Diagnosis, change: JobChange | None = None) -> 
             draw(process, 0, graph.names[operation.name], busy_s, category)
             continue
         for rank in range(job.num_ranks):
-            kind = graph.exchanges[operation.name[1]].kind
+            kind = graph.exchanges[cast("tuple[str, int]", operation.name)[1]].kind
             draw(2 * rank + 1, 1, kind, (start_s, end_s), category)
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 

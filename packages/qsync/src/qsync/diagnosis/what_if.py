@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import cast
 
 import numpy as np
 
@@ -95,7 +96,7 @@ class JobForecast:
             if isinstance(step.name, int):
                 key = int(self.graph.ranks[step.name]), self.graph.names[step.name]
             else:
-                key = None, self.graph.exchanges[step.name[1]].kind
+                key = None, self.graph.exchanges[cast("tuple[str, int]", step.name)[1]].kind
             seconds[key] += (step.end_s - step.start_s) / len(self.graph.step_ends[0])
         return dict(sorted(seconds.items(), key=lambda item: -item[1]))
 

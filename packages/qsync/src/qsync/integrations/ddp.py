@@ -7,7 +7,7 @@ fp16 that is on for all ranks or none, and planning anew in the middle of a run.
 
 import time
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -106,7 +106,7 @@ class DDP(DistributedDataParallel):
 
         chosen = plan(self.module, batches, loss_fn, **settings)
         apply(self.module, chosen)
-        self._adopt(_agree(self.module, self.process_group))
+        self._adopt(_agree(self.module, cast("ProcessGroup", self.process_group)))
         return chosen
 
     def _adopt(self, precisions: frozenset[str]) -> None:

@@ -24,24 +24,26 @@ class LoweredLinear(nn.Linear):
 
     precision: str
 
-    def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias, precision=self.precision)
+    def forward(self, input: Tensor) -> Tensor:
+        return linear(input, self.weight, self.bias, precision=self.precision)
 
 
 class _LoweredConvolution(nn.modules.conv._ConvNd):
     precision: str
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         padding = (0,) * len(self.stride)
         if self.padding_mode != "zeros":
-            x = functional.pad(x, self._reversed_padding_repeated_twice, mode=self.padding_mode)
+            input = functional.pad(
+                input, self._reversed_padding_repeated_twice, mode=self.padding_mode
+            )
         elif isinstance(self.padding, str):
             # "same" may need one more element on one side; torch pads explicitly too.
-            x = functional.pad(x, self._reversed_padding_repeated_twice)
+            input = functional.pad(input, self._reversed_padding_repeated_twice)
         else:
             padding = cast("tuple[int, ...]", self.padding)
         geometry = ConvolutionGeometry(self.stride, padding, self.dilation, self.groups)
-        return convolve(x, self.weight, self.bias, geometry, precision=self.precision)
+        return convolve(input, self.weight, self.bias, geometry, precision=self.precision)
 
 
 class LoweredConv1d(_LoweredConvolution, nn.Conv1d):
@@ -61,9 +63,9 @@ class LoweredEmbedding(nn.Embedding):
 
     precision: str
 
-    def forward(self, indices: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         return embed(
-            indices,
+            input,
             self.weight,
             self.padding_idx,
             self.scale_grad_by_freq,

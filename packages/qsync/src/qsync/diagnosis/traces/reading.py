@@ -67,7 +67,7 @@ def read_traces(paths: Sequence[str | os.PathLike[str]]) -> list[RankTrace]:
         )
     origin_ns: int | None = None
     traces = []
-    for path in paths:
+    for path in names:
         trace, origin_ns = _read(os.fspath(path), origin_ns)
         traces.append(trace)
     if all(trace.rank is None for trace in traces):
