@@ -1,6 +1,7 @@
 import copy
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -116,8 +117,9 @@ def test_hooks_clipping_and_recomputed_blocks_go_on():
     assert seen == [1, 1]
     block = low.block
     low.zero_grad()
-    kept, low.block = low.block, nn.Identity()
-    low.block.forward = lambda x: checkpoint(block, x, use_reentrant=False)
+    stand_in: Any = nn.Identity()
+    stand_in.forward = lambda x: checkpoint(block, x, use_reentrant=False)
+    kept, low.block = low.block, stand_in
     low(IDS).square().sum().backward()
     low.block = kept
     for name, parameter in low.named_parameters():
@@ -199,3 +201,13 @@ def test_a_compiled_model_is_one_graph_and_has_the_gradients_of_the_eager_one():
         [sys.executable, "-c", COMPILED], capture_output=True, text=True, timeout=200, check=False
     )
     assert done.stdout.split() == ["int8", "bf16", "fp8"], done.stderr[-2000:]
+
+
+def test_a_synchronised_norm_stays_between_lowered_convolutions():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 3)).eval()
+    converted = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(model))
+    for each in (model, converted):
+        qsync.apply(each, qsync.Plan.uniform(each, "int8"))
+    assert type(converted[1]) is nn.SyncBatchNorm
+    x = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(model(x), converted(x))

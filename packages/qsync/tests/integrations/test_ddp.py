@@ -1,7 +1,4 @@
 import copy
-import logging
-import os
-import signal
 import time
 from datetime import timedelta
 
@@ -12,9 +9,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import qsync
 from qsync.planner.plan import RankPlan
-from qsync.runtime.drift import DriftWatch
 from shared.comms.launch import RankPool
-from shared.errors import CommError, ConfigError, RankFailure
+from shared.errors import ConfigError
 
 
 @pytest.fixture(scope="module")
@@ -129,6 +125,39 @@ def test_ranks_of_unlike_precisions_average_their_gradients(pool):
     assert not first[3]
 
 
+class _Branches(nn.Module):
+    """A model of which each rank uses another branch."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.idle = nn.Linear(6, 3), nn.Linear(6, 3), nn.Linear(6, 3)
+
+    def forward(self, x):
+        return (self.first, self.second)[distributed.get_rank()](x)
+
+
+def _leave_unused():
+    torch.manual_seed(0)
+    model = _Branches()
+    qsync.apply(model, qsync.Plan.uniform(model, "int8"))
+    alone = copy.deepcopy(model)
+    alone(_batch(0)).square().mean().backward()
+    ddp = qsync.DDP(model, find_unused_parameters=True)
+    ddp(_batch(0)).square().mean().backward()
+    near = []
+    for own, grad in zip(alone.parameters(), model.parameters(), strict=True):
+        mean = (torch.zeros_like(own) if own.grad is None else own.grad) / 2
+        distributed.all_reduce(mean)
+        near.append(torch.allclose(mean, torch.zeros_like(own) if grad.grad is None else grad.grad))
+    return near, model.idle.weight.grad is None
+
+
+def test_parameters_that_a_rank_does_not_use_are_found(pool):
+    for near, is_idle in pool.run(_leave_unused).results:
+        assert all(near)
+        assert is_idle
+
+
 def _disagree(what):
     rank = distributed.get_rank()
     model = _build(8 + (what == "shape" and rank))
@@ -142,12 +171,12 @@ def _disagree(what):
         model = model.bfloat16()
     if what == "frozen" and rank:
         model[0].weight.requires_grad_(False)
-    if what == "ranks":
-        operators = qsync.Plan.uniform(model, "fp32").operators
-        plan = qsync.Plan(operators=operators, ranks=(RankPlan(lowered={}),) * 3)
     begun_s = time.monotonic()
     try:
-        qsync.DDP(qsync.apply(model, plan) if what == "ranks" else model)
+        if what == "ranks":
+            operators = qsync.Plan.uniform(model, "fp32").operators
+            qsync.apply(model, qsync.Plan(operators=operators, ranks=(RankPlan(lowered={}),) * 3))
+        qsync.DDP(model)
     except ConfigError as error:
         return str(error), time.monotonic() - begun_s
     return "", 0.0
@@ -201,30 +230,6 @@ def test_an_overflow_of_one_rank_skips_the_step_on_all(pool):
     assert all(torch.equal(a, b) for a, b in zip(first[1][2], second[1][2], strict=True))
 
 
-def test_steps_five_per_cent_too_long_for_fifty_are_reported_once(caplog):
-    watch = DriftWatch(1.0)
-    with caplog.at_level(logging.WARNING):
-        for _ in range(49):
-            watch.record(1.06)
-        assert not caplog.records
-        watch.record(1.06)
-        watch.record(1.06)
-    assert watch.is_drifting
-    assert len(caplog.records) == 1
-    assert "call `replan` on all ranks" in caplog.text
-    for _ in range(26):
-        watch.record(1.0)
-    assert not watch.is_drifting
-
-
-def test_few_long_steps_are_no_drift(caplog):
-    watch = DriftWatch(1.0)
-    for step in range(200):
-        watch.record(9.0 if step % 3 == 0 else 1.04)
-    assert not watch.is_drifting
-    assert not caplog.records
-
-
 def _mean_square(model, batch):
     return model(batch).square().mean()
 
@@ -263,39 +268,6 @@ def test_drift_is_noticed_and_a_run_goes_on_by_a_new_plan(pool):
     assert all(torch.equal(a, b) for a, b in zip(first[4], second[4], strict=True))
 
 
-def _die():
-    ddp = qsync.DDP(_build())
-    ddp(_batch(0)).square().mean().backward()
-    if distributed.get_rank() == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    ddp(_batch(1)).square().mean().backward()
-
-
-def test_a_killed_rank_ends_the_others_within_the_timeout():
-    begun_s = time.monotonic()
-    with (
-        RankPool(2, timeout=timedelta(seconds=30)) as pool,
-        pytest.raises(RankFailure, match="rank 1"),
-    ):
-        pool.run(_die)
-    assert time.monotonic() - begun_s < 30
-
-
-def _stay_away():
-    if distributed.get_rank() == 0:
-        try:
-            qsync.DDP(_build())
-        except CommError as error:
-            return str(error)
-    return ""
-
-
-def test_a_rank_that_does_not_come_is_named():
-    with RankPool(2, timeout=timedelta(seconds=4)) as pool:
-        text = pool.run(_stay_away, timeout=timedelta(seconds=30)).results[0]
-    assert "handshake: expected rank 1 within 4 s" in text
-
-
 def _shard():
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -324,8 +296,3 @@ def _shard():
 
 def test_fully_shard_trains_a_lowered_model_as_ddp_does(pool):
     assert all(pool.run(_shard).results)
-
-
-def test_without_ranks_it_says_how_to_start_them():
-    with pytest.raises(CommError, match=r"torch\.distributed is not initialised"):
-        qsync.DDP(_build())
