@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -10,7 +10,6 @@ from qsync.diagnosis.diagnose import Diagnosis
 from qsync.diagnosis.memory_timeline import trace_memory
 from qsync.diagnosis.strategies import STRATEGIES, AdviceState, Proposal
 from qsync.diagnosis.what_if import JobChange, JobForecast
-from shared.errors import ConfigError
 
 __all__ = ["Advice", "advise"]
 
@@ -50,7 +49,6 @@ def advise(
     diagnosis: Diagnosis,
     *,
     strategies: Sequence[str] | None = None,
-    precision_share: Mapping[str, float] | None = None,
     memory_limit_bytes: int | None = None,
 ) -> list[Advice]:
     """Searches for changes that shorten the step, or bring its memory below a limit first.
@@ -62,21 +60,12 @@ def advise(
     Args:
         diagnosis: of the traced job.
         strategies: those to try; all of `STRATEGIES` if None.
-        precision_share: seconds of products in lower precisions as a share of the present ones, as
-            {"bf16": 0.6}. Without it the advice tells the share that a slow rank needs.
         memory_limit_bytes: of the fullest device; traces must have memory events.
 
     Raises:
-        ConfigError: a share is not above 0, or a strategy is not registered.
+        ConfigError: a strategy is not registered.
         DataError: a limit is given and traces have no memory events.
     """
-    shares = dict(precision_share or {})
-    for precision, share in shares.items():
-        if not 0 < share < float("inf"):
-            raise ConfigError(
-                f"precision_share[{precision!r}]: expected a share above 0, got {share}; measure "
-                "products in it over those as traced"
-            )
     excess_bytes = activation_bytes = 0
     if memory_limit_bytes is not None:
         memories = [m for trace in diagnosis.traces for m in trace_memory(trace).values()]
@@ -87,9 +76,7 @@ def advise(
     change, advice, saved_bytes = JobChange(), [], 0
     makers = {name: STRATEGIES.get(name) for name in strategies or STRATEGIES}
     while True:
-        state = AdviceState(
-            diagnosis=diagnosis, change=change, forecast=forecast, precision_share=shares
-        )
+        state = AdviceState(diagnosis=diagnosis, change=change, forecast=forecast)
         options = []
         for name, make in makers.items():
             for proposal in make(state):

@@ -7,7 +7,7 @@ critical path of the job as changed so far: nothing else can shorten the step.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -52,14 +52,11 @@ class AdviceState:
         diagnosis: of the traced job.
         change: what was chosen so far.
         forecast: the job under it.
-        precision_share: seconds of products in each lower precision, as a share of the present
-            ones; empty if nobody has measured them.
     """
 
     diagnosis: Diagnosis
     change: JobChange
     forecast: JobForecast
-    precision_share: Mapping[str, float]
 
     @property
     def has_critical_sum(self) -> bool:
@@ -71,33 +68,26 @@ STRATEGIES: Registry[str, Callable[[AdviceState], Iterator[Proposal]]] = Registr
 
 
 def lower_precision(state: AdviceState) -> Iterator[Proposal]:
-    """Lowers products of one rank on the critical path."""
+    """Lowers products of one rank on the critical path, as far as it is slower than the others."""
     graph, path = state.forecast.graph, state.forecast.critical_s
+    seconds = graph.gap_s + graph.busy_s
+    totals_s = [seconds[graph.ranks == r].sum() for r in range(state.diagnosis.job.num_ranks)]
     for rank in sorted({rank for rank, _ in path if rank is not None}):
         names = sorted({name for other, name in path if other == rank and _PRODUCTS.search(name)})
         if not names or any(other == rank for other, _ in state.change.operator_speed):
             continue
-        shares = dict(state.precision_share)
-        if not shares:
-            mine = graph.ranks == rank
-            chosen = mine & [name in names for name in graph.names]
-            seconds = graph.gap_s + graph.busy_s
-            others_s = max(
-                float(seconds[graph.ranks == other].sum())
-                for other in range(state.diagnosis.job.num_ranks)
-                if other != rank
-            )
-            excess = (float(seconds[mine].sum()) - others_s) / float(graph.busy_s[chosen].sum())
-            if excess <= 0:
-                continue
-            shares = {"a lower precision": max(_BEST_SHARE, 1 - excess)}
-        for precision, share in shares.items():
-            speeds = {**state.change.operator_speed, **{(rank, name): 1 / share for name in names}}
-            yield Proposal(
-                replace(state.change, operator_speed=speeds),
-                f"run {', '.join(names)} of rank {rank} in {precision}, at {share:.0%} of their "
-                "time (qsync.plan chooses which)",
-            )
+        chosen = (graph.ranks == rank) & [name in names for name in graph.names]
+        others_s = max(total_s for other, total_s in enumerate(totals_s) if other != rank)
+        excess = float((totals_s[rank] - others_s) / graph.busy_s[chosen].sum())
+        if excess <= 0:
+            continue
+        share = max(_BEST_SHARE, 1 - excess)
+        speeds = {**state.change.operator_speed, **{(rank, name): 1 / share for name in names}}
+        yield Proposal(
+            replace(state.change, operator_speed=speeds),
+            f"run {', '.join(names)} of rank {rank} in a lower precision, at {share:.0%} of their "
+            "time (qsync.plan chooses which)",
+        )
 
 
 def resize_buckets(state: AdviceState) -> Iterator[Proposal]:
