@@ -38,6 +38,7 @@ FOREIGN = {
     "torch._foreach_add_": "one launch for many tensors, as torch's optimizers do it",
     "torch._foreach_copy_": "one launch for many tensors, as torch's optimizers do it",
     "torch._int_mm": "products of 8-bit integers, which have no other name",
+    "torch._scaled_mm": "products of 8-bit floats in the peer of a benchmark",
     "torch._subclasses": "fake tensors: shapes without values, which have no other home",
     "torch._utils": "functions that files of torch.save name",
     "torch.autograd.Variable._execution_engine": "the end of a backward pass, as torch's DDP finds it",
