@@ -37,7 +37,7 @@ def count_collectives(step):
     """Collectives of one step, as the profiler sees them."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         step(0)
-    return sum(event.name.startswith("gloo:") for event in profile.events())
+    return sum(event.name.startswith("gloo:") for event in profile.events() or ())
 
 
 def run_float32(turns):
