@@ -7,7 +7,7 @@ from qsync.diagnosis.advise import advise
 from qsync.diagnosis.chrome import compare_in_chrome, write_comparison
 from qsync.diagnosis.diagnose import diagnose
 from qsync.diagnosis.memory_timeline import trace_memory
-from qsync.diagnosis.strategies import STRATEGIES
+from qsync.diagnosis.strategies import STRATEGIES, AdviceState
 from qsync.diagnosis.what_if import JobChange
 from shared.errors import ConfigError, DataError
 from shared.units import MiB
@@ -72,6 +72,18 @@ def test_first_advice_for_a_slow_rank_lowers_its_products(tmp_path):
     # At the share that it asks for, the slow rank is as fast as the other.
     equal = PlantedRun(PlantedJob()).step_s
     assert first.step_s == pytest.approx(equal, rel=0.02)
+
+
+def test_only_the_slower_rank_lowers_products_and_no_further_than_it_lags(tmp_path):
+    for factor, share in ((1.1, 1 - 0.1 / 1.1 * 107 / 72), (3.0, 0.5)):
+        diagnosis = diagnosed(tmp_path, rank_factor={1: factor}, rate_bytes_per_s=1e15, gap_s=1e-6)
+        state = AdviceState(
+            diagnosis=diagnosis, change=JobChange(), forecast=diagnosis.job.predict()
+        )
+        (proposal,) = STRATEGIES.get("precision")(state)
+        speeds = proposal.change.operator_speed
+        assert {rank for rank, _ in speeds} == {1}
+        assert list(speeds.values()) == pytest.approx([1 / share] * len(speeds), rel=0.05)
 
 
 def test_equal_ranks_on_a_fast_link_need_no_advice(tmp_path):
