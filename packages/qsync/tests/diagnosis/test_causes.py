@@ -27,6 +27,9 @@ def name_cause(mine, others=FAST):
 def test_a_rank_is_slow_whose_products_lag_behind_only_somewhat_more():
     slow = {LOADER: 0.0, "mm": 0.10, "gelu": 0.034, "add": 0.034}
     assert name_cause(slow) == ("slow rank", None)
+    # A throttled core takes most of the longest operator, and all else takes twice as long.
+    throttled = {LOADER: 0.0, "mm": 0.25, "gelu": 0.04, "add": 0.04}
+    assert name_cause(throttled) == ("slow rank", None)
 
 
 def test_an_operator_is_slow_that_lags_behind_far_more():
