@@ -87,17 +87,19 @@ def find_rank_cause(
         and (num_steps == 1 or lag_s > _STEADY * np.std(excess[worst], ddof=1) / num_steps**0.5)
     )
     spent = f"{format_s(mine_s[worst])} a step against {format_s(usual_s[worst])}"
+    kind: CauseKind = "slow rank"
     if is_main and worst == LOADER:
-        text = f"the loader of rank {rank} is late: {spent} on the others"
-        return DelayCause("late loader", seconds, rank, None, text)
-    if is_main:
-        text = f"operator {worst} is slow on rank {rank}: {spent} on the others"
-        return DelayCause("slow operator", seconds, rank, worst, text)
-    if ratio < 1 + _ALIKE:
+        kind, text = "late loader", f"the loader of rank {rank} is late: {spent} on the others"
+    elif is_main:
+        kind, text = (
+            "slow operator",
+            f"operator {worst} is slow on rank {rank}: {spent} on the others",
+        )
+    elif ratio < 1 + _ALIKE:
         text = f"rank {rank} is late in single steps, and as fast as the others over all"
-        return DelayCause("slow rank", seconds, rank, None, text)
-    text = f"rank {rank} is slow at everything: {ratio:.2f} times the seconds of the others"
-    return DelayCause("slow rank", seconds, rank, None, text)
+    else:
+        text = f"rank {rank} is slow at everything: {ratio:.2f} times the seconds of the others"
+    return DelayCause(kind, seconds, rank, worst if kind == "slow operator" else None, text)
 
 
 def link_cause(collectives: Sequence[MatchedCollective], exposed_s: float) -> DelayCause:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -141,14 +141,7 @@ def align(
         return tuple(clock.to_common(t) for clock, t in zip(clocks, times_s, strict=True))
 
     moved = [
-        MatchedCollective(
-            kind=c.kind,
-            step=c.step,
-            num_bytes=c.num_bytes,
-            start_s=move(c.start_s),
-            end_s=move(c.end_s),
-            enqueued_s=move(c.enqueued_s),
-        )
+        replace(c, start_s=move(c.start_s), end_s=move(c.end_s), enqueued_s=move(c.enqueued_s))
         for c in matched
     ]
     return clocks, sorted(moved, key=lambda collective: collective.transfer)

@@ -271,14 +271,8 @@ class TracedJob:
         num_steps = len(graph.step_ends[0])
         if num_steps == 1:
             return timeline.makespan_s
-        return float(
-            np.mean(
-                [
-                    (timeline.end_s[ends[-1]] - timeline.end_s[ends[0]]) / (num_steps - 1)
-                    for ends in graph.step_ends
-                ]
-            )
-        )
+        ends_s = timeline.end_s[np.array(graph.step_ends)]
+        return float(np.mean(ends_s[:, -1] - ends_s[:, 0])) / (num_steps - 1)
 
     @staticmethod
     def _step_ends_s(lane: Sequence[LanePiece]) -> list[float]:
