@@ -51,6 +51,11 @@ def test_an_operator_that_lags_in_few_steps_only_is_not_the_cause():
         assert find_rank_cause([others, steps(gelu_s)], 1, 0.02, 8).kind == kind
 
 
+def test_a_loader_is_late_on_a_rank_that_is_also_somewhat_slower():
+    late = {LOADER: 0.2, "mm": 0.065, "gelu": 0.032, "add": 0.032}
+    assert name_cause(late, FAST | {LOADER: 0.002}) == ("late loader", None)
+
+
 def test_a_rank_as_fast_as_the_others_is_late_in_single_steps_only():
     cause = find_rank_cause([lane(FAST), lane(FAST)], 1, 0.05, 1)
     assert cause.text == "rank 1 is late in single steps, and as fast as the others over all"

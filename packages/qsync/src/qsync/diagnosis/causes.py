@@ -30,7 +30,7 @@ _MAIN_SHARE = 0.5
 # Ranks whose seconds differ by less over all steps are equally fast.
 _ALIKE = 0.01
 # Part of its own lag by which all else may lag where one operator is the cause, and the most of it:
-# a throttled core takes more of long operators than of short ones.
+# a throttled core takes more of long operators than of short ones, but makes no loader sleep.
 _REST_SHARE = 0.25
 _MAX_REST = 0.5
 # Standard errors over the steps that an operator's lag must exceed.
@@ -80,10 +80,11 @@ def find_rank_cause(
     ratio = total_s / max(total_usual_s, 1e-12)
     rest = (total_s - mine_s[worst]) / max(total_usual_s - usual_s[worst], 1e-12)
     lag = mine_s[worst] / max(usual_s[worst], 1e-12)
+    most = float("inf") if worst == LOADER else _MAX_REST
     is_main = (
         lag_s >= _MAIN_SHARE * (total_s - total_usual_s)
         and lag > 1
-        and rest - 1 <= min(_REST_SHARE * (lag - 1), _MAX_REST)
+        and rest - 1 <= min(_REST_SHARE * (lag - 1), most)
         and (num_steps == 1 or lag_s > _STEADY * np.std(excess[worst], ddof=1) / num_steps**0.5)
     )
     spent = f"{format_s(mine_s[worst])} a step against {format_s(usual_s[worst])}"
