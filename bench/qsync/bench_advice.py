@@ -107,7 +107,8 @@ def record(record_claim, name, diagnoses, change, runs, changed_runs, source):
             detail=f"predicted {median(predicted):.2f} ({min(predicted):.2f} to "
             f"{max(predicted):.2f}), measured {median(measured):.2f} ({min(measured):.2f} to "
             f"{max(measured):.2f}) in {len(runs)} turns; {median(r.step_s for r in runs):.2f} s a "
-            f"step before, {median(r.step_s for r in changed_runs):.2f} after",
+            f"step before, {median(r.step_s for r in changed_runs):.2f} after, "
+            f"{median(each.step_s for each in diagnoses):.2f} traced",
             source=f"{COMMAND} -k {source}",
         ),
         aim=1.0,
