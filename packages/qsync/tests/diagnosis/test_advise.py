@@ -1,7 +1,7 @@
 import json
 
 import pytest
-from planted import PlantedJob, PlantedRun
+from planted_traces import PlantedJob, PlantedRun
 
 from qsync.diagnosis.advise import advise
 from qsync.diagnosis.chrome import compare_in_chrome, write_comparison

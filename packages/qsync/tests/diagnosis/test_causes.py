@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from planted import PlantedJob, PlantedRun
+from planted_traces import PlantedJob, PlantedRun
 
 from qsync.diagnosis.causes import find_rank_cause
 from qsync.diagnosis.clocks import fit_clocks

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from planted import PlantedJob, PlantedRun
+from planted_traces import PlantedJob, PlantedRun
 
 from qsync.diagnosis.clocks import fit_clocks
 from qsync.diagnosis.diagnose import diagnose

@@ -3,7 +3,7 @@ import re
 from pathlib import Path
 
 import pytest
-from planted import PlantedJob, PlantedRun
+from planted_traces import PlantedJob, PlantedRun
 
 from qsync.diagnosis.diagnose import diagnose
 from shared.errors import DataError

@@ -1,7 +1,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from planted import PlantedJob, PlantedRun
+from planted_traces import PlantedJob, PlantedRun
 
 from qsync.diagnosis.buckets import is_backward
 from qsync.diagnosis.collectives import MatchedCollective, merge, overlap_s, share_link, split_waits
