@@ -41,6 +41,7 @@ from gpu_hetero import hetero_rows
 from gpu_log_probs import log_probs_rows
 from gpu_matmul import weight_matmul_rows
 from gpu_report import benchmark_name, claim_run, render_gpu_report
+from gpu_scaled_matmul import lowered_layer_rows, scaled_matmul_rows
 from gpu_steps import step_rows
 from history import append_history
 from machine import commit, describe_machine, versions
@@ -376,6 +377,8 @@ def parts_of(device: str) -> dict[str, Callable[[], list[Any]]]:
             "attention": partial(attention_rows, device, 20, 2),
             "log-probs": partial(log_probs_rows, device, 20, 300, 2),
             "weight-matmul": partial(weight_matmul_rows, device, (70, 256), 2),
+            "scaled-matmul": partial(scaled_matmul_rows, device, (24,), 2),
+            "qsync": partial(lowered_layer_rows, device, 16, (16,), ("fp32", "bf16"), 2),
             "documents": partial(document_rows, device, 100, 2),
             "hydraulis": partial(step_rows, device, 512, 2),
             "adam": partial(adam_rows, device, 1500, 2),
@@ -393,6 +396,15 @@ def parts_of(device: str) -> dict[str, Callable[[], list[Any]]]:
         "attention": partial(attention_rows, device, 200_000, 20),
         "log-probs": partial(log_probs_rows, device, 4_096, 151_936, 20),
         "weight-matmul": partial(weight_matmul_rows, device, (8_192, 28_672), 20),
+        "scaled-matmul": partial(scaled_matmul_rows, device, (4_096, 8_192, 16_384), 20),
+        "qsync": partial(
+            lowered_layer_rows,
+            device,
+            16_384,
+            (1_024, 2_048, 4_096),
+            ("fp32", "bf16", "int8", "fp8"),
+            20,
+        ),
         "documents": partial(document_rows, device, 32_768, 20),
         "hydraulis": partial(step_rows, device, 16_384, 10),
         "adam": partial(adam_rows, device, 100_000_000, 20),

@@ -14,7 +14,7 @@ import pytest
 PROGRAMS = {
     "adaqp": "adaqp", "bytecheckpoint": "bytecheckpoint", "gnnflow": "gnnflow", "heta": "heta",
     "hybridflow": "hybridflow", "hydraulis": "hydraulis", "llmpq": "llmpq", "memo": "memo",
-    "mspipe": "mspipe", "swift": "meshyard-swift",
+    "mspipe": "mspipe", "qsync": "qsync", "swift": "meshyard-swift",
 }  # fmt: skip
 # A file of the user's by the package that reads it: its name, what it should hold, the command.
 FILES = [
@@ -57,6 +57,7 @@ FILES = [
     ("memo", "trace.csv", "intervals", ["pack", "FILE"]),
     ("memo", "snapshot.pickle", "a CUDA memory snapshot", ["replay", "FILE"]),
     ("mspipe", "events.csv", "a table", ["train", "FILE"]),
+    ("qsync", "rank0.json", "a trace of torch.profiler", ["diagnose", "FILE", "FILE"]),
     (
         "swift",
         "profile.json",

@@ -143,6 +143,28 @@ MISTAKES: dict[str, list[Mistake]] = {
         ("PROG train events.csv --place tcp://127.0.0.1:9", 1, "127.0.0.1:9"),
         ("PROG plan --stages 1,2", 1, "memory, train, write), got 2; give all five"),
     ],
+    "qsync": [
+        ("PROG plan --build build", 1, "build: expected module:function or file.py:function, got"),
+        ("PROG plan --build nowhere.py:build", 1, "build: expected a function 'nowhere.py:build'"),
+        ("PROG plan --bulid train.py:build", 2, "Perhaps you meant"),
+        ("PROG diagnose", 1, "expected those of all ranks, at least two files, got none"),
+        (
+            "PROG diagnose rank0.json rank1.json",
+            1,
+            "rank0.json: expected a trace of torch.profiler, there is nothing",
+        ),
+        ("PROG diagnose events.csv other.csv", 1, "expected a complete trace as JSON"),
+        (
+            "PROG diagnose events.parquet other.csv",
+            1,
+            "expected a trace of torch.profiler, got bytes",
+        ),
+        (
+            "PROG replay rank0.json --rank-speed fast",
+            1,
+            "rank_speed: expected a name and its factor",
+        ),
+    ],
     "swift": [
         ("PROG run nowhere.py", 1, "script: expected a Python file, got nowhere.py"),
         ("PROG run -n 0 train.py", 2, "expected -n of 1 or more"),

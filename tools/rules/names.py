@@ -79,9 +79,17 @@ EXPORTED_CLASHES = {
         "hybridflow": "starts ranks and runs tasks on them",
         "hydraulis": "trains a model on documents, a planned step at a time",
     },
+    "Graph": {
+        "adaqp": "nodes with features and labels, and their edges",
+        "qsync": "a model's operators and who reads whose output",
+    },
     "Mesh": {
         "hybridflow": "a worker group's ranks in training and in generation",
         "shared": "ranks as a box with named axes",
+    },
+    "Op": {
+        "mspipe": "what a memory server is asked to do",
+        "qsync": "one operator of a model",
     },
     "Pipeline": {
         "llmpq": "the stages of a model on their ranks, on the way to answers",

@@ -17,6 +17,7 @@ from shared.kernels.gather import gather, scatter_add
 from shared.kernels.neighbors import relabel
 from shared.kernels.neighbors import sample as sample_neighbors
 from shared.kernels.quantize import dequantize, quantize
+from shared.kernels.scaled_matmul import DTYPES, quantize_rows, scaled_matmul
 from shared.kernels.segment import CSR, aggregate, segment_max, spmm
 from shared.kernels.temporal import Adjacency, count_before, sample
 from shared.kernels.token_log_probs import answer, gradients, partial_sums
@@ -317,3 +318,21 @@ def test_row_adam_and_adagrad_step_as_numba_does(dim):
         row_adam.adagrad_step(there[0], there[4], rows.cuda(), grads.cuda(), lr=0.1)
     for ours, theirs in zip(there, (*tables, counts, totals), strict=True):
         torch.testing.assert_close(ours.cpu(), theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "b_rows", "columns"), [(4096, 2048, 1000), (77, 300, 129)])
+def test_scaled_products_equal_the_cpus(rows, b_rows, columns, dtype):
+    x, w = torch.randn(rows, columns), torch.randn(b_rows, columns) / 30
+    x[5], x[7, 3] = 0, torch.nan
+    bias = torch.randn(b_rows)
+    outcomes = []
+    for device in ("cuda", "cpu"):
+        a, b = (quantize_rows(each.to(device), dtype) for each in (x, w))
+        out = scaled_matmul(a, b, bias.to(device)).cpu()
+        outcomes.append([a.codes.float().cpu(), a.scale.cpu(), out])
+    (codes, scale, out), (expected_codes, expected_scale, expected) = outcomes
+    assert torch.equal(codes, expected_codes)
+    torch.testing.assert_close(scale, expected_scale, rtol=0, atol=0, equal_nan=True)
+    tolerance = 1e-5 if dtype == torch.int8 else 2e-2
+    torch.testing.assert_close(out, expected, rtol=tolerance, atol=tolerance, equal_nan=True)

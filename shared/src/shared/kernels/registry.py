@@ -58,6 +58,7 @@ KERNELS = {
         "neighbors",
         "quantize",
         "row_adam",
+        "scaled_matmul",
         "segment",
         "temporal",
         "token_log_probs",

@@ -1,0 +1,1 @@
+"""Traces of torch.profiler: recorded, read, sorted into steps, operators and collectives."""

@@ -1,0 +1,1 @@
+"""A plan inside training loops of other libraries."""

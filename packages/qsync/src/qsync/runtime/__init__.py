@@ -1,0 +1,1 @@
+"""Computes operators in the precision that a plan gives them; parameters stay float32."""

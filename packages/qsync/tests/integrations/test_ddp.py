@@ -1,0 +1,298 @@
+import copy
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import qsync
+from qsync.planner.plan import RankPlan
+from shared.comms.launch import RankPool
+from shared.errors import ConfigError
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with RankPool(2, timeout=timedelta(seconds=60)) as pool:
+        yield pool
+
+
+def _build(width=8):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, width), nn.ReLU(), nn.Linear(width, 3))
+
+
+def _batch(step):
+    generator = torch.Generator().manual_seed(10 * step + distributed.get_rank())
+    return torch.randn(5, 6, generator=generator)
+
+
+def _train(ddp, num_steps=20):
+    calls = []
+    named = distributed.all_reduce
+    ddp.register_comm_hook(None, _counting(calls))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
+    losses = []
+    for step in range(num_steps):
+        optimizer.zero_grad()
+        loss = ddp(_batch(step)).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert distributed.all_reduce is named
+    return losses, [each.detach().clone() for each in ddp.parameters()], len(calls)
+
+
+def _counting(calls):
+    def hook(_state, bucket):
+        calls.append(bucket.index())
+        return (
+            distributed.all_reduce(bucket.buffer().div_(2), async_op=True)
+            .get_future()
+            .then(lambda future: future.value()[0])
+        )
+
+    return hook
+
+
+def _count_collectives(make):
+    """Collectives from building a wrapper to the end of three steps, by torch's profiler."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        ddp = make()
+        for step in range(3):
+            ddp(_batch(step)).square().mean().backward()
+    names = [event.name for event in profile.events()]
+    return sorted(name for name in names if name.startswith(("gloo:", "c10d::")))
+
+
+def _compare_with_torch():
+    wrappers = []
+    for wrap in (DistributedDataParallel, qsync.DDP):
+        model = _build()
+        if wrap is qsync.DDP:
+            qsync.apply(model, qsync.Plan.uniform(model, "fp32"))
+        wrappers.append(wrap(model))
+    results = [_train(each) for each in wrappers]
+    same = all(torch.equal(a, b) for a, b in zip(results[0][1], results[1][1], strict=True))
+    counts = [
+        _count_collectives(lambda wrap=wrap: wrap(_build()))
+        for wrap in (DistributedDataParallel, qsync.DDP)
+    ]
+    return same, results[0][0] == results[1][0], results[0][2], results[1][2], counts
+
+
+def test_an_all_float32_plan_is_torchs_ddp_to_the_bit_with_no_more_collectives(pool):
+    for same, same_losses, calls, own_calls, (expected, own) in pool.run(
+        _compare_with_torch
+    ).results:
+        assert same
+        assert same_losses
+        assert calls == own_calls == 20
+        assert expected
+        assert own == expected
+
+
+def _run_mixed():
+    """Rank 1 in int8: its gradient counts half, and all masters stay equal."""
+    rank = distributed.get_rank()
+    model = _build()
+    operators = qsync.Plan.uniform(model, "fp32").operators
+    lowered = dict.fromkeys(operators, "int8")
+    plan = qsync.Plan(operators=operators, ranks=(RankPlan(lowered={}), RankPlan(lowered=lowered)))
+    ddp = qsync.DDP(qsync.apply(model, plan))
+    alone = copy.deepcopy(model)
+    alone(_batch(0)).square().mean().backward()
+    ddp(_batch(0)).square().mean().backward()
+    mean = [each.grad.clone() for each in alone.parameters()]
+    for grad in mean:
+        distributed.all_reduce(grad.div_(2))
+    equal = all(
+        torch.allclose(grad, each.grad, atol=1e-7)
+        for grad, each in zip(mean, ddp.parameters(), strict=True)
+    )
+    _, masters, _ = _train(qsync.DDP(model), 5)
+    return equal, masters, plan.precision("0", rank), ddp.make_scaler().is_enabled()
+
+
+def test_ranks_of_unlike_precisions_average_their_gradients(pool):
+    first, second = pool.run(_run_mixed).results
+    assert first[0]
+    assert second[0]
+    assert (first[2], second[2]) == ("fp32", "int8")
+    assert all(torch.equal(a, b) for a, b in zip(first[1], second[1], strict=True))
+    assert not first[3]
+
+
+class _Branches(nn.Module):
+    """A model of which each rank uses another branch."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.idle = nn.Linear(6, 3), nn.Linear(6, 3), nn.Linear(6, 3)
+
+    def forward(self, x):
+        return (self.first, self.second)[distributed.get_rank()](x)
+
+
+def _leave_unused():
+    torch.manual_seed(0)
+    model = _Branches()
+    qsync.apply(model, qsync.Plan.uniform(model, "int8"))
+    alone = copy.deepcopy(model)
+    alone(_batch(0)).square().mean().backward()
+    ddp = qsync.DDP(model, find_unused_parameters=True)
+    ddp(_batch(0)).square().mean().backward()
+    near = []
+    for own, grad in zip(alone.parameters(), model.parameters(), strict=True):
+        mean = (torch.zeros_like(own) if own.grad is None else own.grad) / 2
+        distributed.all_reduce(mean)
+        near.append(torch.allclose(mean, torch.zeros_like(own) if grad.grad is None else grad.grad))
+    return near, model.idle.weight.grad is None
+
+
+def test_parameters_that_a_rank_does_not_use_are_found(pool):
+    for near, is_idle in pool.run(_leave_unused).results:
+        assert all(near)
+        assert is_idle
+
+
+def _disagree(what):
+    rank = distributed.get_rank()
+    model = _build(8 + (what == "shape" and rank))
+    if what == "plan":
+        qsync.apply(model, qsync.Plan.uniform(model, ("fp32", "int8")[rank]))
+    if what == "no plan" and rank:
+        qsync.apply(model, qsync.Plan.uniform(model, "int8"))
+    if what == "type" and rank:
+        model = model.double()
+    if what == "types":
+        model = model.bfloat16()
+    if what == "frozen" and rank:
+        model[0].weight.requires_grad_(False)
+    begun_s = time.monotonic()
+    try:
+        if what == "ranks":
+            operators = qsync.Plan.uniform(model, "fp32").operators
+            qsync.apply(model, qsync.Plan(operators=operators, ranks=(RankPlan(lowered={}),) * 3))
+        qsync.DDP(model)
+    except ConfigError as error:
+        return str(error), time.monotonic() - begun_s
+    return "", 0.0
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("plan", "plan: expected the same on all ranks"),
+        ("no plan", "got none on rank 0"),
+        ("shape", "parameter '0.weight': expected the same on all ranks, got float32 8x6 trained"),
+        ("type", "parameter '0.weight': expected the same on all ranks, got float32"),
+        ("types", "parameter '0.weight': expected float32, as gradients are summed in it"),
+        ("frozen", "got float32 8x6 trained on rank 0 and float32 8x6 frozen on rank 1"),
+        ("ranks", "plan: expected one of 2 ranks, got one made for 3"),
+    ],
+)
+def test_what_ranks_disagree_on_is_raised_on_all_of_them(pool, what, message):
+    for text, spent_s in pool.run(_disagree, what).results:
+        assert message in text
+        assert spent_s < 10
+
+
+def _overflow():
+    rank = distributed.get_rank()
+    model = _build()
+    operators = qsync.Plan.uniform(model, "fp32").operators
+    lowered = dict.fromkeys(operators, "fp16")
+    plan = qsync.Plan(operators=operators, ranks=(RankPlan(lowered={}), RankPlan(lowered=lowered)))
+    ddp = qsync.DDP(qsync.apply(model, plan))
+    scaler = ddp.make_scaler(init_scale=2.0**10)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    scales, masters = [], []
+    for step in range(3):
+        optimizer.zero_grad()
+        batch = _batch(step) * (1e6 if rank and step == 1 else 1.0)
+        scaler.scale(ddp(batch).square().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+        masters.append([each.detach().clone() for each in ddp.parameters()])
+    return scales, masters
+
+
+def test_an_overflow_of_one_rank_skips_the_step_on_all(pool):
+    first, second = pool.run(_overflow).results
+    for scales, masters in (first, second):
+        assert scales == [1024.0, 512.0, 512.0]
+        assert all(torch.equal(a, b) for a, b in zip(masters[0], masters[1], strict=True))
+        assert not torch.equal(masters[1][0], masters[2][0])
+    assert all(torch.equal(a, b) for a, b in zip(first[1][2], second[1][2], strict=True))
+
+
+def _mean_square(model, batch):
+    return model(batch).square().mean()
+
+
+def _replan():
+    model = _build()
+    operators = qsync.Plan.uniform(model, "fp32").operators
+    plan = qsync.Plan(operators=operators, ranks=(RankPlan(lowered={}),) * 2, step_s=1e-9)
+    ddp = qsync.DDP(qsync.apply(model, plan), bucket_cap_mb=0.001)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+
+    def run(num_steps):
+        for step in range(num_steps):
+            optimizer.zero_grad()
+            if step % 2:
+                with ddp.no_sync():
+                    _mean_square(ddp, _batch(step)).backward()
+            _mean_square(ddp, _batch(step)).backward()
+            optimizer.step()
+
+    run(50)
+    was_drifting = ddp.drift.is_drifting
+    chosen = ddp.replan([_batch(0), _batch(1)], _mean_square, precisions=("fp32", "bf16"))
+    run(3)
+    masters = [each.detach().clone() for each in ddp.parameters()]
+    return was_drifting, ddp.plan == chosen, chosen.fingerprint(), ddp.drift.predicted_s, masters
+
+
+def test_drift_is_noticed_and_a_run_goes_on_by_a_new_plan(pool):
+    first, second = pool.run(_replan).results
+    for was_drifting, is_adopted, _, predicted_s, _ in (first, second):
+        assert was_drifting
+        assert is_adopted
+        assert predicted_s > 1e-9
+    assert first[2] == second[2]
+    assert all(torch.equal(a, b) for a, b in zip(first[4], second[4], strict=True))
+
+
+def _shard():
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
+
+    def lower(precision):
+        model = _build()
+        return qsync.apply(model, qsync.Plan.uniform(model, precision))
+
+    whole = qsync.DDP(lower("int8"))
+    parts = lower("int8")
+    for layer in (parts[0], parts[2]):
+        fully_shard(layer, mesh=mesh)
+    fully_shard(parts, mesh=mesh)
+    ways = []
+    for model in (whole, parts):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(3):
+            optimizer.zero_grad()
+            model(_batch(step)).square().mean().backward()
+            optimizer.step()
+        ways.append([getattr(each, "full_tensor", each.clone)() for each in model.parameters()])
+    return all(torch.allclose(a, b, atol=1e-6) for a, b in zip(*ways, strict=True))
+
+
+def test_fully_shard_trains_a_lowered_model_as_ddp_does(pool):
+    assert all(pool.run(_shard).results)

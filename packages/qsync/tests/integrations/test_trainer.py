@@ -1,0 +1,90 @@
+from datetime import timedelta
+
+import pytest
+import torch
+from torch import nn
+
+import qsync
+from qsync.runtime.modules import get_precision, list_operators
+from shared.comms.launch import RankPool
+from shared.errors import ConfigError
+
+pytest.importorskip("accelerate")
+transformers = pytest.importorskip("transformers")
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(6, 16)
+        self.last = nn.Linear(16, 1)
+        self.seen = []
+
+    def forward(self, x, labels=None):
+        self.seen.append(get_precision(self.first))
+        out = self.last(self.first(x).relu())
+        return {"loss": (out[:, 0] - labels).square().mean(), "logits": out}
+
+
+def _train(folder, precision, callback=True):
+    from qsync.integrations.trainer import QsyncCallback
+
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(32, 6, generator=generator)
+    rows = [{"x": row, "labels": row.sum()} for row in x]
+    model = Model()
+    plan = qsync.Plan.uniform(model, precision)
+    arguments = transformers.TrainingArguments(
+        folder, max_steps=4, per_device_train_batch_size=4, save_steps=2, report_to=[], use_cpu=True,
+        disable_tqdm=True, logging_steps=1, max_grad_norm=1.0, learning_rate=0.01,
+    )  # fmt: skip
+    trainer = transformers.Trainer(
+        model, arguments, train_dataset=rows, callbacks=[QsyncCallback(plan)] if callback else []
+    )
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    after = {get_precision(module) for module in list_operators(model).values()}
+    return losses, [each.detach().clone() for each in model.parameters()], set(model.seen), after
+
+
+def test_a_trainer_computes_by_the_plan_and_saves_masters(tmp_path):
+    losses, masters, seen, after = _train(str(tmp_path / "low"), "int8")
+    assert seen == {"int8"}
+    assert after == {"fp32"}
+    expected, _, _, _ = _train(str(tmp_path / "plain"), "fp32", callback=False)
+    assert losses != expected
+    torch.testing.assert_close(losses, expected, rtol=0.1, atol=0.02)
+    from safetensors.torch import load_file
+
+    saved = load_file(tmp_path / "low" / "checkpoint-4" / "model.safetensors")
+    assert list(saved) == sorted(name for name, _ in Model().named_parameters())
+    assert {each.dtype for each in saved.values()} == {torch.float32}
+    assert torch.equal(saved["first.weight"], masters[0])
+
+
+def test_a_float32_plan_trains_as_the_trainer_alone(tmp_path):
+    ways = [_train(str(tmp_path / str(flag)), "fp32", flag) for flag in (True, False)]
+    assert ways[0][0] == ways[1][0]
+    assert all(torch.equal(a, b) for a, b in zip(ways[0][1], ways[1][1], strict=True))
+
+
+def test_half_precision_is_refused_as_no_loss_is_scaled(tmp_path):
+    with pytest.raises(ConfigError, match="got fp16 for 'first' on rank 0; plan with bf16"):
+        _train(str(tmp_path), "fp16")
+
+
+def _train_unlike(folder):
+    rank = torch.distributed.get_rank()
+    try:
+        _train(f"{folder}/{rank}", ("int8", "bf16")[rank])
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.slow
+def test_ranks_with_unlike_plans_are_refused_together(tmp_path):
+    with RankPool(2, timeout=timedelta(seconds=90)) as pool:
+        for text in pool.run(_train_unlike, str(tmp_path)).results:
+            assert "plan: expected the same on all ranks" in text

@@ -1,0 +1,96 @@
+import random
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import qsync
+from qsync.data import ResNet8, classify, next_token_loss
+from qsync.planner.memory import count_saved_bytes
+from qsync.profiler.saved_tensors import measure_saved_bytes, record_saved_tensors
+from qsync.runtime.modules import MatMul
+
+
+class _Mixed(nn.Module):
+    """Tables, shared inputs, products, a frozen layer, an unbatched dropout and a checkpoint."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(20, 16)
+        self.query, self.key = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.scores = MatMul()
+        self.norm, self.dropout = nn.LayerNorm(16), nn.Dropout(0.2)
+        self.block = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, ids):
+        x = self.norm(self.table(ids))
+        scores = self.scores(self.query(x), self.key(x).transpose(1, 2)).softmax(-1)
+        x = self.dropout(scores @ x)
+        x = x + checkpoint(self.block, x, use_reentrant=False)
+        return self.head(x.mean(1))
+
+
+def _llama():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        vocab_size=50,
+        num_attention_heads=4,
+        use_cache=False,
+    )
+    return transformers.LlamaForCausalLM(config), torch.randint(0, 50, (2, 12)), next_token_loss
+
+
+def _build(kind):
+    if kind == "mixed":
+        return _Mixed(), (torch.randint(0, 20, (3, 10)), torch.randint(0, 4, (3,))), classify
+    if kind == "convolutions":
+        return ResNet8(8), (torch.randn(6, 1, 8, 8), torch.randint(0, 10, (6,))), classify
+    return _llama()
+
+
+@pytest.mark.parametrize("kind", ["mixed", "convolutions", "llama"])
+def test_saved_bytes_of_any_plan_are_predicted_from_a_float32_step(kind):
+    model, batch, loss_fn = _build(kind)
+    names = list(qsync.Plan.uniform(model, "fp32").operators)
+    saved = record_saved_tensors(model, batch, loss_fn)
+    draws = random.Random(0)
+    choices = [dict.fromkeys(names, p) for p in ("fp32", "bf16", "fp16", "int8", "fp8")]
+    choices += [{n: draws.choice(["fp32", "bf16", "int8"]) for n in names} for _ in range(5)]
+    sizes = set()
+    for precisions in choices:
+        qsync.apply(model, qsync.Plan.uniform(model, "fp32", precisions))
+        measured = measure_saved_bytes(model, batch, loss_fn)
+        predicted = count_saved_bytes(saved, lambda name, p=precisions: p.get(name, "fp32"))
+        assert predicted == pytest.approx(measured, rel=0.005)
+        sizes.add(measured)
+    assert len(sizes) > 5
+
+
+def test_codes_have_a_scale_for_each_sample_and_output_channel():
+    saved = record_saved_tensors(
+        nn.Conv2d(3, 5, 2), torch.randn(7, 3, 4, 4), lambda m, x: m(x).sum()
+    )
+    assert {each.role: each.num_scales for each in saved} == {"weight": 5, "operand": 7}
+
+
+def test_frozen_weights_keep_no_input():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8).requires_grad_(False))
+    saved = record_saved_tensors(model, torch.randn(5, 8), lambda m, x: m(x).sum())
+    assert [(each.op, each.role, each.numel) for each in saved] == [
+        ("0", "operand", 40),
+        ("1", "weight", 64),
+    ]
+
+
+def test_a_model_with_a_plan_is_recorded_in_float32():
+    model, batch, loss_fn = _build("mixed")
+    plain = record_saved_tensors(model, batch, loss_fn)
+    qsync.apply(model, qsync.Plan.uniform(model, "int8"))
+    again = record_saved_tensors(model, batch, loss_fn)
+    assert [(s.op, s.role, s.numel) for s in again] == [(s.op, s.role, s.numel) for s in plain]
+    assert model.head.precision == "int8"
