@@ -20,14 +20,14 @@ import torch
 import qsync
 from qsync.data import ResNet8, classify, load_bible_books, load_digit_images, load_minilm
 from qsync.planner.ranks import RankCosts, allocate
+from qsync.profiler.planning import survey
 from shared.claims import Claim
 from shared.comms import Group, RankPool
 
 # What lies beside a benchmark is no module of a package.
 sys.path.insert(0, str(Path(__file__).parent))
 
-from real_models import Job
-from unlike_ranks import PRECISIONS, gather, lower, survey_ranks
+from unlike_ranks import PRECISIONS, gather, lower
 
 PEERS = [
     {
@@ -101,20 +101,20 @@ def train(name, seed, precisions):
     return sum(gather(right)) / len(labels)
 
 
-def plan_slow_rank(survey):
+def plan_slow_rank(measured):
     """The plan of a device on which lower precisions save the times of `SPEEDS`."""
-    measured = survey.costs[0]
+    own = measured.profiles[0].costs()
     costs = RankCosts(
-        kernel_s=lambda op, p: measured.kernel_s(op, "fp32") * SPEEDS[p],
-        backward_kernel_s=lambda op, p: measured.backward_kernel_s(op, "fp32") * SPEEDS[p],
+        kernel_s=lambda op, p: own.kernel_s(op, "fp32") * SPEEDS[p],
+        backward_kernel_s=lambda op, p: own.backward_kernel_s(op, "fp32") * SPEEDS[p],
         cast_s=lambda *_: 0.0,
     )
     return allocate(
-        survey.graph,
-        survey.noise,
+        measured.graph,
+        measured.noise,
         [costs],
         precisions=PRECISIONS,
-        operators=survey.operators,
+        operators=measured.operators,
         target_time=SHARE,
     )
 
@@ -124,22 +124,22 @@ def run_seeds(name, seeds):
     torch.set_num_threads(1)
     model, batches, _ = load(name, 0)
     samples = [batch for _, batch in zip(range(2), batches, strict=False)]
-    survey = survey_ranks(Job(model=model, batches=samples, loss_fn=classify), has_noise=True)
-    plan = plan_slow_rank(survey)
-    operators = list(survey.operators)
+    measured = survey(model, samples, classify, precisions=PRECISIONS)
+    plan = plan_slow_rank(measured)
+    operators = list(measured.operators)
     chosen = {
         "float32": {},
         "plan": plan.ranks[0].lowered,
         "uniform bf16": dict.fromkeys(operators, "bf16"),
         "uniform int8": dict.fromkeys(operators, "int8"),
-        "reversed plan": reverse(plan, survey.noise),
+        "reversed plan": reverse(plan, measured.noise),
     }
     found = {way: [] for way in WAYS}
     for seed in range(seeds):
         for way in WAYS:
             found[way].append(train(name, seed, chosen[way]))
     noise = {
-        way: sum(survey.noise[op][p] for op, p in precisions.items())
+        way: sum(measured.noise[op][p] for op, p in precisions.items())
         for way, precisions in chosen.items()
     }
     lowered = list(plan.ranks[0].lowered.values())

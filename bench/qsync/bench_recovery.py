@@ -1,8 +1,9 @@
 """What of a slow rank's precision a plan leaves at the same step: gradient errors beside other choices of operators.
 
 MiniLM on books of the Bible, 2,048 tokens a rank, AdamW. Rank 0 has a core of its own without bf16 units; rank 1, the
-emulated slow rank, has all instructions and 80 % of another core. Every choice is for the step that the plan predicts;
-its error is that of the slow rank's gradient, measured on two batches. Steps take turns in the same processes.
+emulated slow rank, has all instructions and 80 % of another core. Every choice is for the step that is predicted of the
+slow rank's faster uniform precision; its error is that of the slow rank's gradient, measured on two batches. Steps take
+turns in the same processes.
 """
 
 import math
@@ -14,8 +15,8 @@ from statistics import median
 import torch
 
 import qsync
-from qsync.planner.replayer import StepReplay
 from qsync.profiler.gradients import measure_noise
+from qsync.profiler.planning import survey
 from qsync.runtime.modules import list_operators
 from shared.claims import Claim
 from shared.comms import Group, RankPool
@@ -25,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from indicators import weigh
 from slow_rank import Way, find_least_noise, longest, on_rank, record_uniform
-from unlike_ranks import PRECISIONS, gather, slow_down, survey_ranks, take_turns
+from unlike_ranks import PRECISIONS, gather, predict_s, slow_down, take_turns
 
 PEERS = [
     {
@@ -35,86 +36,80 @@ PEERS = [
     },
     {
         "peer": "largest first",
-        "setting": "operators lowered by the elements of their weights, to the slow rank's fastest precision, until the "
-        "predicted step is within the plan's",
+        "setting": "operators lowered by the elements of their weights, to the faster uniform precision",
         "why": "what a filter by sizes does, given the same time",
     },
     {
         "peer": "paper",
-        "setting": "our allocator with QSync's indicator of both passes in place of the probe's noise, for the same step",
+        "setting": "our allocator with QSync's indicator of both passes in place of the probe's noise",
         "why": "only the indicator differs",
     },
 ]
 TURNS = 15
+LOWER = ("bf16", "int8")
 COMMAND = "hatch run bench qsync/recovery"
 
 
-def lower_largest(survey, plan, fastest):
-    """The slow rank's precisions by size: as few as bring the predicted step within the plan's."""
+def lower_largest(survey, target_s, fastest):
+    """The slow rank's precisions by size: as few as bring the predicted step within a target."""
     weights = {op.name: op.weight_numel for op in survey.graph.ops}
-    replay, chosen = StepReplay(survey.graph, survey.buckets, 2), {}
+    chosen = {}
     for name in sorted(survey.operators, key=lambda name: -weights.get(name, 0)):
-        if survey.predict_s(replay, [{}, chosen]) <= plan.step_s:
+        if predict_s(survey, [{}, chosen]) <= target_s:
             break
         chosen[name] = fastest
-    return chosen, survey.predict_s(replay, [{}, chosen])
+    return chosen
 
 
 def run_recovery(turns):
-    """Seconds, measured noise and predicted step of each way to lower the slow rank."""
+    """Seconds of each way to lower the slow rank, its measured noise and predicted step, and the uniform one to beat."""
     torch.set_num_threads(1)
     rank = Group.world().rank
     ours, alone = Way(qsync.DDP), Way(None)
-    survey = survey_ranks(alone.job, has_noise=True)
-    plan = survey.plan(survey.noise)
-    names = list(list_operators(alone.job.model))
-    table = weigh(alone.job, PRECISIONS[:2], "paper")
-    tables = torch.stack(gather(table)).sum(0)
+    job = alone.job
+    measured = survey(job.model, job.batches, job.loss_fn, precisions=PRECISIONS)
+    uniform = {p: dict.fromkeys(measured.operators, p) for p in LOWER}
+    fastest = min(LOWER, key=lambda p: predict_s(measured, [{}, uniform[p]]))
+    target_s = predict_s(measured, [{}, uniform[fastest]])
+    plan = measured.allocate(target_time=target_s)
+    names = list(list_operators(job.model))
+    tables = torch.stack(gather(weigh(job, LOWER, "paper"))).sum(0)
     paper = {
-        name: {**dict(zip(PRECISIONS[:2], row.tolist(), strict=True)), "fp32": 0.0}
+        name: dict(zip(LOWER, row.tolist(), strict=True))
         for name, row in zip(names, tables, strict=True)
     }
-    by_paper = survey.plan(paper, target_time=plan.step_s)
-    uniform = {p: dict.fromkeys(survey.operators, p) for p in PRECISIONS[:2]}
-    replay = StepReplay(survey.graph, survey.buckets, 2)
-    predicted = {f"uniform {p}": survey.predict_s(replay, [{}, uniform[p]]) for p in uniform}
-    fastest = min(predicted, key=predicted.__getitem__)
-    by_size, predicted["largest first"] = lower_largest(survey, plan, fastest.split()[1])
     chosen = {
         "plan": plan.ranks[1].lowered,
-        "paper": by_paper.ranks[1].lowered,
-        "largest first": by_size,
-        **{f"uniform {p}": uniform[p] for p in uniform},
+        "paper": measured.allocate(target_time=target_s, noise=paper).ranks[1].lowered,
+        "largest first": lower_largest(measured, target_s, fastest),
+        **{f"uniform {p}": uniform[p] for p in LOWER},
     }
-    predicted |= {"plan": plan.step_s, "paper": by_paper.step_s}
+    predicted = {name: predict_s(measured, [{}, lowered]) for name, lowered in chosen.items()}
     noise = {}
     if rank == 1:
         for name, precisions in chosen.items():
-            noise[name] = measure_noise(
-                alone.job.model, alone.job.batches, alone.job.loss_fn, dict(precisions)
-            )
+            noise[name] = measure_noise(job.model, job.batches, job.loss_fn, dict(precisions))
     noise = gather(noise)[1]
     ways = {name: ours.bind(on_rank(rank, precisions)) for name, precisions in chosen.items()}
     ways["float32"] = ours.bind({})
     timed = take_turns(ways, turns)
-    return timed, plan, find_least_noise(survey, plan), noise, predicted
+    return timed, plan, find_least_noise(measured, plan), noise, predicted, f"uniform {fastest}"
 
 
 def bench_recovery(benchmark, record_claim):
     """A slow rank that has 80 % of a core: what of its precision is left at the same step."""
     with RankPool(2, timeout=timedelta(minutes=15), prefix=slow_down((0.8,))) as pool:
-        timed, plan, least, noise, predicted = benchmark.pedantic(
+        timed, plan, least, noise, predicted, fastest = benchmark.pedantic(
             lambda: pool.run(run_recovery, TURNS).results[0], rounds=1
         )
     steps = {name: longest(turns) for name, turns in timed.items()}
-    fastest = min(("uniform bf16", "uniform int8"), key=lambda name: median(steps[name]))
     kept = len(plan.operators) - len(plan.ranks[1].lowered)
     told = "; ".join(
         f"{name} {median(turns):.3f} s, predicted {predicted.get(name, math.nan):.3f}, noise {noise.get(name, 0.0):.3g}"
         for name, turns in steps.items()
     )
     told = f"{TURNS} turns: {told}; {kept} of {len(plan.operators)} operators left in float32; slow rank emulated"
-    record_uniform(record_claim, steps, plan, least, told, COMMAND, "recovery")
+    record_uniform(record_claim, steps, plan, least, told, COMMAND, "recovery", fastest)
     for name, peer in (
         (fastest, "the faster uniform precision"),
         ("largest first",) * 2,
@@ -128,7 +123,7 @@ def bench_recovery(benchmark, record_claim):
                 baseline=noise[name],
                 baseline_name=f"{peer}: {name}" if peer != name else name,
                 higher_is_better=False,
-                correct=predicted["plan"] <= 1.03 * max(predicted[name], plan.step_s),
+                correct=predicted["plan"] <= predicted[fastest] * (1 + 1e-9),
                 detail=told,
                 source=f"{COMMAND} -k recovery",
             ),

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from qsync.planner.replayer import StepReplay
+from qsync.profiler.planning import survey
 from shared.claims import Claim
 from shared.comms import Group, RankPool
 
@@ -23,7 +23,7 @@ from shared.comms import Group, RankPool
 sys.path.insert(0, str(Path(__file__).parent))
 
 from real_models import build_job, draw_precisions
-from unlike_ranks import PRECISIONS, lower, slow_down, survey_ranks, take_turns
+from unlike_ranks import PRECISIONS, lower, predict_s, slow_down, take_turns
 
 PEERS = [
     {
@@ -42,17 +42,16 @@ def run_plans(name, num_plans, turns, tokens):
     torch.set_num_threads(1)
     world = Group.world()
     job = build_job(name, num_batches=2, tokens=tokens)
-    survey = survey_ranks(job, has_noise=False)
-    replay = StepReplay(survey.graph, survey.buckets, world.world_size)
+    measured = survey(job.model, job.batches, job.loss_fn, precisions=PRECISIONS)
     generator = torch.Generator().manual_seed(0)
     plans = [
         [
-            draw_precisions(list(survey.operators), PRECISIONS, generator)
+            draw_precisions(list(measured.operators), PRECISIONS, generator)
             for _ in range(world.world_size)
         ]
         for _ in range(num_plans)
     ]
-    predicted = [survey.predict_s(replay, plan) for plan in plans]
+    predicted = [predict_s(measured, plan) for plan in plans]
     model = DistributedDataParallel(job.model)
 
     def bind(plan):

@@ -15,6 +15,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import qsync
+from qsync.profiler.planning import survey
 from shared.claims import Claim
 from shared.comms import Group, RankPool
 
@@ -22,7 +23,7 @@ from shared.comms import Group, RankPool
 sys.path.insert(0, str(Path(__file__).parent))
 
 from slow_rank import LENGTH, TOKENS, Way, find_least_noise, longest, on_rank, record_uniform
-from unlike_ranks import PRECISIONS, slow_down, survey_ranks, take_turns
+from unlike_ranks import PRECISIONS, slow_down, take_turns
 
 PEERS = [
     {
@@ -50,12 +51,13 @@ def run_half(turns):
     torch.set_num_threads(1)
     rank = Group.world().rank
     ours, peers, alone = Way(qsync.DDP), Way(DistributedDataParallel), Way(None)
-    survey = survey_ranks(alone.job, has_noise=True)
-    plan = survey.plan(survey.noise)
-    speeds = [1 / profile.step_s for profile in survey.profiles]
+    job = alone.job
+    measured = survey(job.model, job.batches, job.loss_fn, precisions=PRECISIONS)
+    plan = measured.allocate()
+    speeds = [1 / profile.step_s for profile in measured.profiles]
     first = round(2 * TOKENS / LENGTH * speeds[0] / sum(speeds))
     shares = (first, 2 * TOKENS // LENGTH - first)
-    uniform = {p: dict.fromkeys(survey.operators, p) for p in PRECISIONS}
+    uniform = {p: dict.fromkeys(measured.operators, p) for p in PRECISIONS}
     ways = {
         "plan": ours.bind(plan.ranks[rank].lowered),
         "float32": peers.bind({}),
@@ -67,7 +69,7 @@ def run_half(turns):
         **{f"alone, {p}": alone.bind(on_rank(rank, uniform[p])) for p in ("bf16", "int8")},
     }
     timed = take_turns(ways, turns)
-    return timed, plan, find_least_noise(survey, plan), shares
+    return timed, plan, find_least_noise(measured, plan), shares
 
 
 def fastest_of_slow(timed):
@@ -148,4 +150,5 @@ def bench_half(benchmark, record_claim):
         ),
         aim=1.0,
     )
-    record_uniform(record_claim, steps, plan, least, told, COMMAND, "half")
+    uniform = min(("uniform bf16", "uniform int8"), key=lambda name: median(steps[name]))
+    record_uniform(record_claim, steps, plan, least, told, COMMAND, "half", uniform)

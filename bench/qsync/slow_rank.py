@@ -58,7 +58,7 @@ def on_rank(rank, precisions):
 
 def find_least_noise(survey, plan):
     """HiGHS's noise of the slow rank within the seconds that the plan lets it compute."""
-    costs = survey.costs[1]
+    costs = survey.profiles[1].costs()
     return solve(
         survey.graph,
         survey.noise,
@@ -74,9 +74,8 @@ def longest(turns):
     return [max(turn) for turn in turns]
 
 
-def record_uniform(record_claim, steps, plan, least, told, command, row):
+def record_uniform(record_claim, steps, plan, least, told, command, row, fastest):
     """Step beside the fastest uniform precision's, and noise beside HiGHS's."""
-    fastest = min(("uniform bf16", "uniform int8"), key=lambda name: median(steps[name]))
     ratios = [b / a for a, b in zip(steps["plan"], steps[fastest], strict=True)]
     record_claim(
         Claim(

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
+from qsync.planner.graph import Graph
 from qsync.planner.plan import Plan, describe_operators
 from qsync.planner.ranks import allocate, read_target_s
+from qsync.planner.replayer import GradientBuckets
 from qsync.precisions import sort_precisions
 from qsync.profiler.gradients import LossFunction
 from qsync.profiler.indicator import NUM_BATCHES, OperatorNoise, sensitivity
@@ -22,7 +24,7 @@ from shared.comms import Group, all_gather_v
 from shared.errors import ConfigError, DataError
 from shared.units import parse_bytes
 
-__all__ = ["plan"]
+__all__ = ["Survey", "plan", "survey"]
 
 _Value = TypeVar("_Value")
 
@@ -61,6 +63,80 @@ def plan(
     names = sort_precisions(precisions)
     read_target_s(target_time, 1.0)  # refused before anything is measured
     limit_bytes = None if memory is None else float(parse_bytes(memory))
+    measured = survey(model, batches, loss_fn, precisions=names, limit_bytes=limit_bytes)
+    chosen = _gather(lambda: None if _rank() else measured.allocate(target_time=target_time))[0]
+    assert chosen is not None
+    return chosen
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Survey:
+    """What planning measures: alike on all ranks.
+
+    Attributes:
+        precisions: those that a plan may use.
+        operators: kind and weight shape of each of the model's operators.
+        profiles: one a rank.
+        noise: by operator and precision, the mean over the ranks' batches.
+        buckets: gradient buckets; none where one rank trains alone.
+        notes: what a reader must know of how this was obtained.
+    """
+
+    precisions: tuple[str, ...]
+    operators: dict[str, str]
+    profiles: list[RankProfile]
+    noise: dict[str, dict[str, float]]
+    buckets: GradientBuckets
+    notes: tuple[str, ...]
+
+    @property
+    def graph(self) -> Graph:
+        """The operators of a step."""
+        return self.profiles[0].graph
+
+    def allocate(
+        self,
+        *,
+        target_time: str | float | None = None,
+        noise: Mapping[str, Mapping[str, float]] | None = None,
+    ) -> Plan:
+        """Chooses precisions; see `qsync.planner.ranks.allocate`.
+
+        Args:
+            target_time: as of `plan`.
+            noise: another table to choose by; the measured one by default.
+        """
+        return allocate(
+            self.graph,
+            self.noise if noise is None else noise,
+            [profile.costs() for profile in self.profiles],
+            precisions=self.precisions,
+            operators=self.operators,
+            buckets=self.buckets,
+            saved=self.profiles[0].saved,
+            target_time=target_time,
+            notes=self.notes,
+        )
+
+
+def survey(
+    model: nn.Module,
+    batches: Iterable[Any],
+    loss_fn: LossFunction,
+    *,
+    precisions: Sequence[str],
+    limit_bytes: float | None = None,
+) -> Survey:
+    """Measures a model on all ranks, as planning does; every rank calls it once.
+
+    Args:
+        model, batches, loss_fn, precisions: as of `plan`.
+        limit_bytes: this rank's memory; None for the device's.
+
+    Raises:
+        ConfigError, DataError: see `plan`.
+    """
+    names = sort_precisions(precisions)
     samples = list(islice(batches, NUM_BATCHES))
 
     def measure() -> tuple[dict[str, str], RankProfile]:
@@ -76,33 +152,23 @@ def plan(
         return sensitivity(model, samples, loss_fn, precisions=names, seed=_rank())
 
     measured = _gather(measure)
-    operators, profiles = measured[0][0], [profile for _, profile in measured]
+    profiles = [profile for _, profile in measured]
     _check_alike([each for each, _ in measured], profiles)
     noises = _gather(probe)
-    linears = [profiles[0].graph.ops[i].name for i in profiles[0].graph.linears]
-    buckets = None
+    buckets = GradientBuckets()
     if len(profiles) > 1:
+        graph = profiles[0].graph
         sizes = [sum(each.numel() * 4 for each in bucket) for bucket in split_parameters(model)]
-        buckets = list_buckets(model, linears, fit_all_reduce(find_device(model), max(sizes)))
-
-    def choose() -> Plan | None:
-        if _rank():
-            return None
-        return allocate(
-            profiles[0].graph,
-            _average(noises),
-            [profile.costs() for profile in profiles],
-            precisions=names,
-            operators=operators,
-            buckets=buckets,
-            saved=profiles[0].saved,
-            target_time=target_time,
-            notes=_collect_notes(profiles, noises),
-        )
-
-    chosen = _gather(choose)[0]
-    assert chosen is not None
-    return chosen
+        link = fit_all_reduce(find_device(model), max(sizes))
+        buckets = list_buckets(model, [graph.ops[i].name for i in graph.linears], link)
+    return Survey(
+        precisions=tuple(names),
+        operators=measured[0][0],
+        profiles=profiles,
+        noise=_average(noises),
+        buckets=buckets,
+        notes=_collect_notes(profiles, noises),
+    )
 
 
 def _rank() -> int:
