@@ -288,7 +288,8 @@ def test_adapters_caches_and_layers_that_return_several_are_planned(make):
     model, batch = make()
     plain = copy.deepcopy(model)
     plan = memo.autotune(model, batch, BUDGET)
-    plan = replace(plan, layers=(AGAIN,) * len(plan.layers))
+    # A loss in blocks sums in another order, and is planned where it measured faster.
+    plan = replace(plan, layers=(AGAIN,) * len(plan.layers), has_block_loss=False)
     for one, context in ((plain, None), (model, plan)):
         torch.manual_seed(0)
         if context is None:
