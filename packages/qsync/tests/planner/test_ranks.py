@@ -39,8 +39,8 @@ def problem(num_ops=24, seed=0):
     return graph, noise, buckets, dict.fromkeys(names, "Linear 2x1")
 
 
-def plan_for(ranks, **fields):
-    graph, noise, buckets, operators = problem()
+def plan_for(ranks, num_ops=24, **fields):
+    graph, noise, buckets, operators = problem(num_ops)
     options = {"precisions": ALLOWED, "operators": operators, "buckets": buckets} | fields
     return allocate(graph, noise, ranks, **options)
 
@@ -138,15 +138,15 @@ def test_denied_raises_say_what_more_time_would_give():
 
 
 def test_memory_limit_lowers_a_fast_rank_too():
-    graph, _, _, operators = problem()
+    graph, _, _, operators = problem(8)
     saved = [SavedTensor(op=op.name, source=op.name, numel=100, role="operand") for op in graph.ops]
-    fast = costs(1.0, FLOAT32_ONLY, other_bytes=50, limit_bytes=50 + 24 * 250)
-    plan = plan_for([fast, costs(1.2)], saved=saved)
+    fast = costs(1.0, FLOAT32_ONLY, other_bytes=50, limit_bytes=50 + 8 * 250)
+    plan = plan_for([fast, costs(1.2)], 8, saved=saved)
     used = sum({"fp32": 400, "bf16": 200, "int8": 104}[plan.precision(name)] for name in operators)
-    assert used <= 24 * 250
+    assert used <= 8 * 250
     assert plan.ranks[0].lowered
     with pytest.raises(Infeasible, match="memory: expected precisions that fit"):
-        plan_for([replace(fast, limit_bytes=50 + 24 * 100), costs(1.2)], saved=saved)
+        plan_for([replace(fast, limit_bytes=50 + 8 * 100), costs(1.2)], 8, saved=saved)
 
 
 def test_missing_noise_is_named():

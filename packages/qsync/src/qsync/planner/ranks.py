@@ -82,10 +82,10 @@ class _RankState:
         return [self.mapper.precision(name) for name in self.names]
 
     def count_bytes(self) -> float:
-        def precision(name: str) -> str:
-            return self.mapper.precision(name) if name in self._sources else HIGHEST
+        return self.costs.other_bytes + count_saved_bytes(self._saved, self._precision)
 
-        return self.costs.other_bytes + count_saved_bytes(self._saved, precision)
+    def _precision(self, name: str) -> str:
+        return self.mapper.precision(name) if name in self._sources else HIGHEST
 
     def fits(self) -> bool:
         return not isfinite(self.costs.limit_bytes) or self.count_bytes() <= self.costs.limit_bytes
