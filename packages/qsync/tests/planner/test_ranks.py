@@ -9,7 +9,7 @@ from qsync.planner.blocks import Infeasible
 from qsync.planner.memory import SavedTensor
 from qsync.planner.ranks import RankCosts, allocate, read_target_s
 from qsync.planner.replayer import GradientBuckets, RankSeconds, StepReplay
-from shared.errors import ConfigError
+from shared.errors import ConfigError, DataError
 
 ALLOWED = ("fp32", "bf16", "int8")
 
@@ -149,10 +149,11 @@ def test_memory_limit_lowers_a_fast_rank_too():
         plan_for([replace(fast, limit_bytes=50 + 8 * 100), costs(1.2)], 8, saved=saved)
 
 
-def test_missing_noise_is_named():
+@pytest.mark.parametrize("row", [{"bf16": 0.1}, {"bf16": 0.1, "int8": float("inf")}])
+def test_missing_and_infinite_noise_is_named(row):
     graph, noise, buckets, operators = problem()
-    del noise["fc3"]["int8"]
-    with pytest.raises(ConfigError, match="expected one of 'fc3' in int8"):
+    noise["fc3"] = row
+    with pytest.raises(DataError, match="expected a finite one of 'fc3' in int8"):
         allocate(
             graph, noise, [costs(1.0)], precisions=ALLOWED, operators=operators, buckets=buckets
         )

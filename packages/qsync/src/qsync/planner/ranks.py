@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import inf, isfinite
+from math import inf, isfinite, nan
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from qsync.planner.memory import SavedTensor, count_saved_bytes
 from qsync.planner.plan import DeniedRaise, Plan, RankPlan
 from qsync.planner.replayer import GradientBuckets, RankSeconds, StepReplay
 from qsync.precisions import HIGHEST, sort_precisions
-from shared.errors import ConfigError
+from shared.errors import ConfigError, DataError
 
 __all__ = ["RankCosts", "allocate", "read_target_s"]
 
@@ -123,7 +123,8 @@ def allocate(
         notes: passed on to the plan.
 
     Raises:
-        ConfigError: a precision is unknown, the target is invalid, or an operator has no noise.
+        ConfigError: a precision is unknown, or the target is invalid.
+        DataError: an operator's noise is missing or not finite.
         Infeasible: no precisions fit in a rank's memory.
     """
     allowed = sort_precisions([*precisions, HIGHEST])
@@ -204,12 +205,13 @@ def _table_noise(
         for level, precision in enumerate(allowed):
             if precision == HIGHEST:
                 continue
-            if precision not in noise.get(name, {}):
-                raise ConfigError(
-                    f"noise: expected one of {name!r} in {precision}, got none; measure the "
-                    "sensitivity in all precisions"
+            table[i, level] = noise.get(name, {}).get(precision, nan)
+            if not isfinite(table[i, level]):
+                raise DataError(
+                    f"noise: expected a finite one of {name!r} in {precision}, got {table[i, level]}; "
+                    "measure the sensitivity in this precision, or leave it out if the operator "
+                    "overflows in it"
                 )
-            table[i, level] = noise[name][precision]
     return table
 
 
