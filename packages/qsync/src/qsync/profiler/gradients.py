@@ -13,7 +13,14 @@ from qsync.profiler.state import in_float32, preserve_state
 from qsync.runtime.modules import list_operators, set_precision
 from shared.errors import ConfigError, DataError
 
-__all__ = ["LossFunction", "check_norm", "find_gradient", "measure_noise", "sum_squares"]
+__all__ = [
+    "LossFunction",
+    "check_norm",
+    "find_gradient",
+    "measure_noise",
+    "measure_noises",
+    "sum_squares",
+]
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
 
@@ -33,19 +40,30 @@ def measure_noise(
         ConfigError: the loss is no scalar with a gradient, or the model trains nothing.
         DataError: a gradient is zero or not finite.
     """
+    return measure_noises(model, batches, loss_fn, [precisions])[0]
+
+
+def measure_noises(
+    model: nn.Module,
+    batches: Iterable[Any],
+    loss_fn: LossFunction,
+    choices: Sequence[dict[str, str]],
+) -> list[float]:
+    """Measures several choices of precisions against one float32 gradient; see `measure_noise`."""
     operators = list_operators(model)
-    error, squared_norm = 0.0, 0.0
+    errors, squared_norm = [0.0] * len(choices), 0.0
     with in_float32(model), sdpa_kernel(SDPBackend.MATH):
         for batch in batches:
             with preserve_state(model):
                 exact = find_gradient(model, batch, loss_fn)
-            with preserve_state(model), in_float32(model):
-                for name, precision in precisions.items():
-                    set_precision(operators[name], precision)
-                lowered = find_gradient(model, batch, loss_fn)
-            error += sum_squares(a - b for a, b in zip(exact, lowered, strict=True))
             squared_norm += check_norm(exact)
-    return error / squared_norm
+            for i, precisions in enumerate(choices):
+                with preserve_state(model), in_float32(model):
+                    for name, precision in precisions.items():
+                        set_precision(operators[name], precision)
+                    lowered = find_gradient(model, batch, loss_fn)
+                errors[i] += sum_squares(a - b for a, b in zip(exact, lowered, strict=True))
+    return [error / squared_norm for error in errors]
 
 
 def find_gradient(

@@ -33,6 +33,7 @@ from qsync.profiler.gradients import (
     check_norm,
     find_gradient,
     measure_noise,
+    measure_noises,
 )
 from qsync.profiler.state import in_float32, preserve_state
 from qsync.profiler.taps import install_taps
@@ -131,10 +132,11 @@ def sensitivity(
         return OperatorNoise(noise, "probe")
     log.warning("lowering operators one by one, since the probe failed: %s", reason)
     # Lowering takes a step for each noise, so that one batch has to do.
-    noise = {
-        name: {each: measure_noise(model, samples[:1], loss_fn, {name: each}) for each in names}
-        for name in operators
-    }
+    pairs = [(name, each) for name in operators for each in names if each != HIGHEST]
+    measured = measure_noises(model, samples[:1], loss_fn, [{name: each} for name, each in pairs])
+    noise = {name: dict.fromkeys(names, 0.0) for name in operators}
+    for (name, each), one in zip(pairs, measured, strict=True):
+        noise[name][each] = one
     return OperatorNoise(noise, "one operator at a time", reason)
 
 
