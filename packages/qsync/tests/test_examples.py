@@ -1,5 +1,6 @@
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -28,9 +29,11 @@ def read_losses(text):
     return [float(loss) for loss in re.findall(r"step \d+: loss ([\d.]+)", text)]
 
 
-def test_one_device_is_planned_and_trained(tmp_path):
-    printed = run([EXAMPLES / "lower_one_device.py", "--steps", "5"], tmp_path)
-    losses = read_losses(printed)
+def test_one_device_is_planned_and_trained(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["lower_one_device.py", "--steps", "5"])
+    runpy.run_path(str(EXAMPLES / "lower_one_device.py"), run_name="__main__")
+    losses = read_losses(capsys.readouterr().out)
     assert len(losses) == 5
     assert losses[-1] < losses[0]
     assert (tmp_path / "report/qsync/one_device.json").exists()
