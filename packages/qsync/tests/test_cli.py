@@ -7,13 +7,24 @@ from qsync import Plan
 from qsync.cli import main
 
 _JOB = """
+from __future__ import annotations
+
+from dataclasses import dataclass
+
 import torch
+from neighbour_of_job import DIM
 from torch import nn
+
+
+@dataclass
+class Size:
+    dim: int = DIM
 
 
 def build():
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
+    dim = Size().dim
+    model = nn.Sequential(nn.Linear(6, dim), nn.Tanh(), nn.Linear(dim, 2))
     return model, [torch.randn(5, 6)], lambda model, batch: model(batch).square().mean()
 
 
@@ -26,6 +37,7 @@ def forget():
 def job(tmp_path):
     path = tmp_path / "training_job.py"
     path.write_text(_JOB)
+    (tmp_path / "neighbour_of_job.py").write_text("DIM = 8")
     return path
 
 

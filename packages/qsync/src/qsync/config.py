@@ -64,5 +64,7 @@ def _import(home: str) -> Any:
     assert spec is not None
     assert spec.loader is not None
     module = module_from_spec(spec)
+    sys.modules[spec.name] = module  # as its dataclasses and pickles ask for
+    sys.path.append(str(Path(home).parent.absolute()))  # and its own imports
     spec.loader.exec_module(module)
     return module
