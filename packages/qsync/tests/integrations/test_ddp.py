@@ -5,10 +5,12 @@ from datetime import timedelta
 import pytest
 import torch
 from torch import distributed, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import qsync
 from qsync.planner.plan import RankPlan
+from shared.comms.group import Group
 from shared.comms.launch import RankPool
 from shared.errors import ConfigError
 
@@ -22,6 +24,12 @@ def pool():
 def _build(width=8):
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, width), nn.ReLU(), nn.Linear(width, 3))
+
+
+def _plan_second_rank(model, precision):
+    operators = qsync.Plan.uniform(model, "fp32").operators
+    lowered = dict.fromkeys(operators, precision)
+    return qsync.Plan(operators=operators, ranks=(RankPlan(lowered={}), RankPlan(lowered=lowered)))
 
 
 def _batch(step):
@@ -98,9 +106,7 @@ def _run_mixed():
     """Rank 1 in int8: its gradient counts half, and all masters stay equal."""
     rank = distributed.get_rank()
     model = _build()
-    operators = qsync.Plan.uniform(model, "fp32").operators
-    lowered = dict.fromkeys(operators, "int8")
-    plan = qsync.Plan(operators=operators, ranks=(RankPlan(lowered={}), RankPlan(lowered=lowered)))
+    plan = _plan_second_rank(model, "int8")
     ddp = qsync.DDP(qsync.apply(model, plan))
     alone = copy.deepcopy(model)
     alone(_batch(0)).square().mean().backward()
@@ -161,6 +167,10 @@ def test_parameters_that_a_rank_does_not_use_are_found(pool):
 def _disagree(what):
     rank = distributed.get_rank()
     model = _build(8 + (what == "shape" and rank))
+    if what == "buffer":
+        model.register_buffer("mask", torch.ones(4 + rank))
+    if what == "order" and rank:
+        model = nn.ModuleDict({"2": model[2], "0": model[0]})
     if what == "plan":
         qsync.apply(model, qsync.Plan.uniform(model, ("fp32", "int8")[rank]))
     if what == "no plan" and rank:
@@ -191,7 +201,9 @@ def _disagree(what):
         ("type", "parameter '0.weight': expected the same on all ranks, got float32"),
         ("types", "parameter '0.weight': expected float32, as gradients are summed in it"),
         ("frozen", "got float32 8x6 trained on rank 0 and float32 8x6 frozen on rank 1"),
-        ("ranks", "plan: expected one of 2 ranks, got one made for 3"),
+        ("ranks", "plan: expected one of 1 or 2 ranks, got one made for 3"),
+        ("buffer", "buffer 'mask': expected the same on all ranks, got float32 4 on rank 0 and"),
+        ("order", "parameters: expected rank 0's order on all ranks, got another on rank 1"),
     ],
 )
 def test_what_ranks_disagree_on_is_raised_on_all_of_them(pool, what, message):
@@ -200,13 +212,75 @@ def test_what_ranks_disagree_on_is_raised_on_all_of_them(pool, what, message):
         assert spent_s < 10
 
 
+def _build_in_other_orders():
+    """Rank 0 has a group of its own before, and both build two wrappers, each in its own order."""
+    rank = distributed.get_rank()
+    alone = distributed.new_group([0])
+    if rank == 0:
+        qsync.DDP(_build(), process_group=alone)
+    qsync.DDP(_build(), device_mesh=Group.world().device_mesh())
+    begun_s = time.monotonic()
+    models = [_build(8), _build(9)]
+    try:
+        for model in models[:: 1 - 2 * rank]:
+            qsync.DDP(model)
+    except ConfigError as error:
+        return str(error), time.monotonic() - begun_s
+    return "", 0.0
+
+
+def test_wrappers_that_ranks_build_in_other_orders_are_told_apart(pool):
+    for text, spent_s in pool.run(_build_in_other_orders).results:
+        assert "parameter '0.weight': expected the same on all ranks, got float32 8x6" in text
+        assert spent_s < 10
+
+
+def _train_alone():
+    """Each rank is a world of its own, with one operator whose bias is frozen."""
+    rank = distributed.get_rank()
+    groups = [distributed.new_group([each]) for each in range(2)]
+    model = nn.Linear(6, 3)
+    model.bias.requires_grad_(False)
+    qsync.apply(model, qsync.Plan.uniform(model, "bf16"))
+    alone = copy.deepcopy(model)
+    for each in (alone, qsync.DDP(model, process_group=groups[rank])):
+        each(_batch(0)).square().mean().backward()
+    return torch.equal(alone.weight.grad, model.weight.grad), model.bias.grad is None
+
+
+def test_a_world_of_one_rank_trains_one_operator_as_without_a_wrapper(pool):
+    assert pool.run(_train_alone).results == [(True, True)] * 2
+
+
+def _accumulate():
+    """Two micro-batches, of which only the second sums gradients, through a norm with statistics."""
+    torch.manual_seed(0)
+    layers = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.GELU(), nn.Linear(8, 3)
+    model = qsync.apply(nn.Sequential(*layers), qsync.Plan.uniform(nn.Sequential(*layers), "int8"))
+    alone = copy.deepcopy(model)
+    for step in range(2):
+        alone(_batch(step)).square().mean().backward()
+    ddp = qsync.DDP(model)
+    with ddp.no_sync():
+        ddp(_batch(0)).square().mean().backward()
+    ddp(_batch(1)).square().mean().backward()
+    pairs = list(zip(alone.parameters(), model.parameters(), strict=True))
+    for own, _ in pairs:
+        distributed.all_reduce(own.grad.div_(2))
+    near = all(torch.allclose(own.grad, each.grad, atol=1e-6) for own, each in pairs)
+    return near, torch.equal(model[1].running_mean, alone[1].running_mean)
+
+
+def test_micro_batches_add_up_and_statistics_are_those_of_each_rank(pool):
+    for is_near, has_own_statistics in pool.run(_accumulate).results:
+        assert is_near
+        assert has_own_statistics
+
+
 def _overflow():
     rank = distributed.get_rank()
     model = _build()
-    operators = qsync.Plan.uniform(model, "fp32").operators
-    lowered = dict.fromkeys(operators, "fp16")
-    plan = qsync.Plan(operators=operators, ranks=(RankPlan(lowered={}), RankPlan(lowered=lowered)))
-    ddp = qsync.DDP(qsync.apply(model, plan))
+    ddp = qsync.DDP(qsync.apply(model, _plan_second_rank(model, "fp16")))
     scaler = ddp.make_scaler(init_scale=2.0**10)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
     scales, masters = [], []
@@ -269,10 +343,7 @@ def test_drift_is_noticed_and_a_run_goes_on_by_a_new_plan(pool):
 
 
 def _shard():
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
+    mesh = Group.world().device_mesh()
 
     def lower(precision):
         model = _build()
@@ -292,6 +363,33 @@ def _shard():
             optimizer.step()
         ways.append([getattr(each, "full_tensor", each.clone)() for each in model.parameters()])
     return all(torch.allclose(a, b, atol=1e-6) for a, b in zip(*ways, strict=True))
+
+
+def _overflow_in_parts():
+    """Rank 1 alone computes in fp16, overflows in its second step, and holds the second halves."""
+    rank = distributed.get_rank()
+    model = _build()
+    qsync.apply(model, _plan_second_rank(model, "fp16"))
+    fully_shard(model, mesh=Group.world().device_mesh())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    scales, masters = [], []
+    for step in range(3):
+        optimizer.zero_grad()
+        batch = _batch(step) * (1e6 if rank and step == 1 else 1.0)
+        scaler.scale(model(batch).square().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+        masters.append([each.to_local().clone() for each in model.parameters()])
+    return scales, masters
+
+
+def test_an_overflow_skips_the_step_of_sharded_ranks_too(pool):
+    for scales, masters in pool.run(_overflow_in_parts).results:
+        assert scales == [1024.0, 512.0, 512.0]
+        assert all(torch.equal(a, b) for a, b in zip(masters[0], masters[1], strict=True))
+        assert not torch.equal(masters[1][0], masters[2][0])
 
 
 def test_fully_shard_trains_a_lowered_model_as_ddp_does(pool):

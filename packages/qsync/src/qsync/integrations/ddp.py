@@ -31,7 +31,8 @@ class DDP(DistributedDataParallel):
 
     Attributes:
         drift: compares steps with the plan's prediction, from the start of a forward pass to the end
-            of its backward pass by the host's clock; None if the plan was not measured.
+            of its backward pass by the host's clock; None if the plan was not measured. Ranks may
+            judge unlike: let one of them decide whether all call `replan`.
     """
 
     def __init__(
@@ -49,12 +50,13 @@ class DDP(DistributedDataParallel):
             settings: those of torch's `DistributedDataParallel`.
 
         Raises:
-            ConfigError: ranks have unlike plans, parameters, shapes or types, or trained parameters
-                that are not float32. All ranks raise it before they exchange a gradient.
+            ConfigError: ranks have unlike plans, parameters, buffers, shapes or types, or trained
+                parameters that are not float32. All ranks raise it before they exchange a gradient.
             CommError: there are no ranks, or one did not come within the timeout.
         """
-        group = Group.world().checked() if process_group is None else process_group
-        precisions = _agree(module, group)
+        mesh = settings.get("device_mesh")
+        group = process_group if mesh is None else mesh.get_group()
+        precisions = _agree(module, group or Group.world().checked())
         super().__init__(module, process_group=process_group, **settings)
         self.drift: DriftWatch | None = None
         self._begun_s = 0.0

@@ -48,19 +48,17 @@ def apply(model: nn.Module, plan: PrecisionPlan) -> nn.Module:
         The model itself.
 
     Raises:
-        ConfigError: the plan is of another model or number of ranks, or lowers an operator whose
-            weight is not float32. The model is unchanged then.
+        ConfigError: the plan is of another model or number of ranks (1 where none were joined yet),
+            or lowers an operator whose weight is not float32. The model is unchanged then.
     """
     plan.check_model(model)
-    rank = 0
-    if Group.exists():
-        group = Group.world()
-        rank, num_ranks = group.rank, group.world_size
-        if len(plan.ranks) not in (1, num_ranks):
-            raise ConfigError(
-                f"plan: expected one of {num_ranks} ranks, got one made for {len(plan.ranks)}; plan "
-                "anew for these ranks"
-            )
+    group = Group.world() if Group.exists() else None
+    rank, num_ranks = (group.rank, group.world_size) if group else (0, 1)
+    if len(plan.ranks) not in (1, num_ranks):
+        raise ConfigError(
+            f"plan: expected one of 1 or {num_ranks} ranks, got one made for {len(plan.ranks)}; join "
+            "the ranks before `apply`, or plan anew for these"
+        )
     operators = list_operators(model)
     precisions = {name: plan.precision(name, rank) for name in operators}
     for name, precision in precisions.items():

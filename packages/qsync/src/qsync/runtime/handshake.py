@@ -5,10 +5,9 @@ process group's store, so the handshake adds no collective.
 """
 
 import json
-from itertools import count
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from qsync.runtime.modules import get_precision, list_operators
 from shared.comms.group import Group, ProcessGroup
@@ -16,13 +15,11 @@ from shared.errors import CommError, ConfigError
 
 __all__ = ["agree_on_model"]
 
-_handshakes = count()
-
 
 def agree_on_model(
     model: nn.Module, process_group: ProcessGroup, fingerprint: str
 ) -> frozenset[str]:
-    """Checks that all ranks have the same plan and the same float32 parameters.
+    """Checks that all ranks have the same plan, the same float32 parameters and the same buffers.
 
     Every rank calls it, as often as the others. It raises the same error on all ranks.
 
@@ -35,8 +32,8 @@ def agree_on_model(
         The precisions that operators of any rank compute in.
 
     Raises:
-        ConfigError: a plan, a parameter's name, shape or type, or what is trained, differs between
-            ranks, or a trained parameter is not float32.
+        ConfigError: a plan, a name, shape or type of a parameter or buffer, or what is trained,
+            differs between ranks, or a trained parameter is not float32.
         CommError: a rank did not come within the group's timeout.
     """
     notes = _exchange(_describe(model, fingerprint), process_group)
@@ -48,20 +45,20 @@ def agree_on_model(
                 f"{note['plan'] or 'none'} on rank {rank}; apply the plan that `qsync.plan` returned, "
                 "or one file, on every rank"
             )
-        for name in [*first["parameters"], *note["parameters"]]:
-            expected = first["parameters"].get(name, "missing")
-            got = note["parameters"].get(name, "missing")
+        for name in [*first["tensors"], *note["tensors"]]:
+            expected = first["tensors"].get(name, "missing")
+            got = note["tensors"].get(name, "missing")
             if expected != got:
                 raise ConfigError(
-                    f"parameter {name!r}: expected the same on all ranks, got {expected} on rank 0 "
-                    f"and {got} on rank {rank}; build the same model on every rank"
+                    f"{name}: expected the same on all ranks, got {expected} on rank 0 and {got} on "
+                    f"rank {rank}; build the same model on every rank"
                 )
             if got.endswith("trained") and not got.startswith("float32"):
                 raise ConfigError(
-                    f"parameter {name!r}: expected float32, as gradients are summed in it, got {got} "
-                    f"on rank {rank}; convert the model by `.float()`, a plan lowers its operators"
+                    f"{name}: expected float32, as gradients are summed in it, got {got} on rank "
+                    f"{rank}; convert the model by `.float()`, a plan lowers its operators"
                 )
-        if list(first["parameters"]) != list(note["parameters"]):
+        if list(first["tensors"]) != list(note["tensors"]):
             raise ConfigError(
                 f"parameters: expected rank 0's order on all ranks, got another on rank {rank}; build "
                 "the same model on every rank"
@@ -71,29 +68,37 @@ def agree_on_model(
 
 def _describe(model: nn.Module, fingerprint: str) -> dict[str, Any]:
     """What a rank tells the others."""
-    parameters = {}
+    tensors = {}
     for name, parameter in model.named_parameters():
-        words = [str(parameter.dtype).removeprefix("torch."), "x".join(map(str, parameter.shape))]
-        words.append("trained" if parameter.requires_grad else "frozen")
-        parameters[name] = " ".join(words)
+        state = "trained" if parameter.requires_grad else "frozen"
+        tensors[f"parameter {name!r}"] = f"{_describe_tensor(parameter)} {state}"
+    for name, buffer in model.named_buffers():
+        tensors[f"buffer {name!r}"] = _describe_tensor(buffer)
     precisions = {get_precision(module) for module in list_operators(model).values()}
-    return {"plan": fingerprint, "parameters": parameters, "precisions": sorted(precisions)}
+    return {"plan": fingerprint, "tensors": tensors, "precisions": sorted(precisions)}
+
+
+def _describe_tensor(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {'x'.join(map(str, tensor.shape))}"
 
 
 def _exchange(note: dict[str, Any], group: ProcessGroup) -> list[dict[str, Any]]:
     """Returns the notes of all ranks."""
     world = Group.world()
-    timeout = world.timeout
-    store = world.board(f"qsync/handshake/{group.group_name}/{next(_handshakes)}")
-    store.set(str(group.rank()), json.dumps(note))
+    timeout, me = world.timeout, str(group.rank())
+    store = world.board(f"qsync/handshake/{group.group_name}")
+    # Counted by group, as ranks may be members of other groups too.
+    turn = store.add(me, 1)
+    store.set(f"{turn}/{me}", json.dumps(note))
     notes = []
     for rank in range(group.size()):
+        key = f"{turn}/{rank}"
         try:
-            store.wait([str(rank)], timeout)
+            store.wait([key], timeout)
         except RuntimeError as error:
             raise CommError(
                 f"handshake: expected rank {rank} within {timeout.total_seconds():g} s, got no word "
                 "of it; look at its own output for what stopped it"
             ) from error
-        notes.append(json.loads(store.get(str(rank))))
+        notes.append(json.loads(store.get(key)))
     return notes
