@@ -32,6 +32,22 @@ class _Mixed(nn.Module):
         return self.head(x.mean(1))
 
 
+class _Padded(nn.Module):
+    """Convolutions that pad by themselves, before they multiply, and a layout that is copied."""
+
+    def __init__(self):
+        super().__init__()
+        self.even = nn.Conv1d(3, 4, 4, padding="same")
+        self.odd = nn.Conv1d(4, 4, 3, padding="same")
+        self.ring = nn.Conv1d(4, 5, 3, padding=2, padding_mode="circular")
+        self.query, self.key = nn.Linear(5, 8), nn.Linear(5, 8)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x):
+        x = self.ring(self.odd(self.even(x).sigmoid())).transpose(1, 2)
+        return self.head((self.query(x) * self.key(x)).mean(1))
+
+
 def _llama():
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
@@ -50,10 +66,12 @@ def _build(kind):
         return _Mixed(), (torch.randint(0, 20, (3, 10)), torch.randint(0, 4, (3,))), classify
     if kind == "convolutions":
         return ResNet8(8), (torch.randn(6, 1, 8, 8), torch.randint(0, 10, (6,))), classify
+    if kind == "padded":
+        return _Padded(), (torch.randn(3, 3, 9), torch.randint(0, 4, (3,))), classify
     return _llama()
 
 
-@pytest.mark.parametrize("kind", ["mixed", "convolutions", "llama"])
+@pytest.mark.parametrize("kind", ["mixed", "convolutions", "padded", "llama"])
 def test_saved_bytes_of_any_plan_are_predicted_from_a_float32_step(kind):
     model, batch, loss_fn = _build(kind)
     names = list(qsync.Plan.uniform(model, "fp32").operators)
@@ -72,10 +90,14 @@ def test_saved_bytes_of_any_plan_are_predicted_from_a_float32_step(kind):
 
 
 def test_codes_have_a_scale_for_each_sample_and_output_channel():
-    saved = record_saved_tensors(
-        nn.Conv2d(3, 5, 2), torch.randn(7, 3, 4, 4), lambda m, x: m(x).sum()
-    )
-    assert {each.role: each.num_scales for each in saved} == {"weight": 5, "operand": 7}
+    x = torch.randn(7, 3, 4, 4)
+    saved = [
+        record_saved_tensors(nn.Conv2d(3, 5, 2), each, lambda m, x: m(x).sum())
+        for each in (x.clone().requires_grad_(), x)
+    ]
+    scales = [{each.role: each.num_scales for each in kept} for kept in saved]
+    # A gradient of the data is not asked for, so that its weight is not kept.
+    assert scales == [{"weight": 5, "operand": 7}, {"operand": 7}]
 
 
 def test_frozen_weights_keep_no_input():

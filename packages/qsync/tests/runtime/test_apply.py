@@ -154,6 +154,9 @@ def test_plans_that_do_not_fit_are_refused_and_change_nothing():
     for each in (model, half):
         assert {get_precision(module) for module in list_operators(each).values()} == {"fp32"}
         assert find_plan(each) is None
+    ranks = (RankPlan(lowered={}), RankPlan(lowered={"head": "int8"}))
+    with pytest.raises(ConfigError, match="join the ranks before `apply`"):
+        qsync.apply(model, qsync.Plan(operators=describe_operators(model), ranks=ranks))
     with pytest.raises(ConfigError, match="operator: expected one of the plan's"):
         qsync.Plan.uniform(model, "int8", {"hed": "bf16"})
     with pytest.raises(ConfigError, match="precision: expected one of"):
@@ -173,6 +176,30 @@ def test_results_may_be_written_in_place_as_those_of_float32(precision, layer):
     assert out.is_contiguous()
     out.relu_().sum().backward()
     assert torch.equal(layer.weight.grad, expected)
+
+
+@pytest.mark.parametrize("mode", ["zeros", "circular", "reflect", "replicate"])
+@pytest.mark.parametrize("padding", ["same", "valid", (1, 2)])
+def test_a_convolution_pads_as_torch_does(mode, padding):
+    x = torch.randn(2, 4, 7, 6, generator=torch.Generator().manual_seed(0))
+    for kernel, dilation, groups in ((3, 1, 2), ((2, 3), (1, 2), 1), ((4, 2), 1, 4)):
+        layer = nn.Conv2d(
+            4, 4, kernel, padding=padding, dilation=dilation, groups=groups, padding_mode=mode
+        )
+        expected = [layer(x), layer(x[0])]
+        for precision, limit in (("fp16", 2e-3), ("int8", 3e-2)):
+            qsync.apply(layer, qsync.Plan.uniform(layer, precision))
+            for each, out in zip((x, x[0]), expected, strict=True):
+                torch.testing.assert_close(layer(each), out, rtol=0, atol=limit)
+
+
+def test_a_convolution_that_is_dilated_later_reads_its_present_settings():
+    layer = nn.Conv2d(3, 4, 3, padding=1)
+    layer.dilation, layer.padding = (2, 2), (2, 2)
+    x = torch.randn(2, 3, 6, 6, generator=torch.Generator().manual_seed(0))
+    expected = layer(x)
+    qsync.apply(layer, qsync.Plan.uniform(layer, "fp16"))
+    torch.testing.assert_close(layer(x), expected, rtol=0, atol=2e-3)
 
 
 COMPILED = """

@@ -1,5 +1,7 @@
 """Products against float64 autograd over the factors that the precision leaves."""
 
+from itertools import product
+
 import pytest
 import torch
 from torch.nn import functional
@@ -177,6 +179,39 @@ def test_matmul_is_float64_at_rounded_factors(precision, a, b):
     )
 
 
+def _convolve(groups):
+    geometry = ConvolutionGeometry((1,), (1,), (1,), groups)
+    return (
+        lambda x, weight, precision: convolve(x, weight, None, geometry, precision=precision),
+        lambda x, weight: functional.conv1d(x, weight, None, *geometry),
+    )
+
+
+KINDS = {
+    "linear": ((4, 6), (5, 6), qsync.linear, functional.linear),
+    "convolution": ((2, 4, 5), (6, 4, 3), *_convolve(1)),
+    "groups": ((2, 4, 5), (6, 2, 3), *_convolve(2)),
+    "product": ((3, 4), (4, 5), matmul, torch.matmul),
+    "batched product": ((2, 3, 4), (2, 4, 5), matmul, torch.matmul),
+}
+
+
+@pytest.mark.parametrize("precision", LOW)
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_not_finite_never_becomes_finite(kind, precision):
+    x, weight, low, exact = KINDS[kind]
+    shapes = [x, weight, exact(_draw(*x), _draw(*weight)).shape]
+    for place, bad in product(range(3), (torch.nan, torch.inf, -torch.inf)):
+        *factors, direction = (_draw(*shape, seed=seed) for seed, shape in enumerate(shapes))
+        (*factors, direction)[place].view(-1)[3] = bad
+        lowered = lambda *each: low(*each, precision=precision)
+        out, grads = _differentiate(lowered, factors, direction)
+        expected, expected_grads = _differentiate(exact, factors, direction)
+        for ours, theirs in zip([out, *grads], [expected, *expected_grads], strict=True):
+            assert not ours[~theirs.isfinite()].isfinite().any()
+        assert place == 2 or not expected.isfinite().all()
+
+
 @pytest.mark.parametrize("precision", ["int8", "fp8"])
 def test_an_infinity_makes_its_row_nan_and_zeros_stay(precision):
     x = torch.zeros(3, 8)
@@ -184,6 +219,35 @@ def test_an_infinity_makes_its_row_nan_and_zeros_stay(precision):
     out = qsync.linear(x, _draw(4, 8), precision=precision)
     assert out[1].isnan().all()
     assert not out[[0, 2]].any()
+
+
+@pytest.mark.parametrize("precision", LOW)
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_autocast_around_a_product_changes_nothing(kind, precision):
+    x, weight, low, exact = KINDS[kind]
+    tensors = [50 * _draw(*x), 50 * _draw(*weight, seed=1)]
+    direction = _draw(*exact(*tensors).shape, seed=2)
+    run = lambda: _differentiate(lambda *each: low(*each, precision=precision), tensors, direction)
+    out, grads = run()
+    with torch.autocast("cpu", torch.bfloat16 if precision == "fp16" else torch.float16):
+        cast, cast_grads = run()
+    for ours, expected in zip([cast, *cast_grads], [out, *grads], strict=True):
+        assert torch.equal(ours, expected)
+
+
+@pytest.mark.parametrize("precision", LOW)
+@pytest.mark.parametrize("kind", KINDS)
+def test_empty_batches_have_gradients_of_zero(kind, precision):
+    x, weight, low, exact = KINDS[kind]
+    tensors = [torch.zeros(0, *x[1:]), _draw(*weight)]
+    if kind == "batched product":
+        tensors[1] = tensors[1][:0]
+    expected = exact(*tensors)
+    lowered = lambda *each: low(*each, precision=precision)
+    out, grads = _differentiate(lowered, tensors, torch.zeros_like(expected))
+    assert out.shape == expected.shape
+    for grad, tensor in zip(grads, tensors, strict=True):
+        assert torch.equal(grad, torch.zeros_like(tensor))
 
 
 def test_half_precision_overflows_to_infinity():
@@ -212,3 +276,5 @@ def test_mistakes_are_named():
         qsync.linear(x, torch.ones(3, 5), precision="int8")
     with pytest.raises(DataError, match=r"expected a \[..., rows, inner\]"):
         matmul(x, x, precision="int8")
+    with pytest.raises(DataError, match=r"factors of a float type, got torch.int64"):
+        qsync.linear(x.long(), weight, precision="int8")

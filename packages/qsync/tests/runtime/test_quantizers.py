@@ -22,6 +22,17 @@ def test_sixteen_bits_to_nearest_are_torchs_own_conversion(precision, dtype):
     assert torch.equal(rounded, x.to(dtype).float())
 
 
+def test_what_is_beyond_a_format_overflows_and_what_is_below_vanishes():
+    x = torch.tensor([1.0, 3.3e38, 3.4e38, -1e60], dtype=torch.float64)
+    expected = x.to(torch.bfloat16).double()
+    assert torch.equal(fake_quantize(x, "bf16", rounding="nearest"), expected)
+    tiny = torch.tensor([0.0, 1e-44])
+    for precision in ("int8", "fp8"):
+        rounded = fake_quantize(tiny, precision, rounding="nearest")
+        assert torch.equal(rounded, round_rows(tiny[None], precision)[0])
+        assert float((rounded - tiny).abs().max()) <= 2.0**-127
+
+
 def test_int8_has_one_scale_absmax_over_127():
     x = _draw(40, 30)
     scale = x.abs().max() / 127

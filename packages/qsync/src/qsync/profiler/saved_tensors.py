@@ -26,12 +26,12 @@ class _Recorder:
         # Buffers and parameters are there anyway. Kept alive, no address is used twice.
         self._alive: list[Any] = [*model.parameters(), *model.buffers()]
         self._own = {each.untyped_storage().data_ptr() for each in self._alive}
-        # Addresses that each running operator has saved.
-        self._running: list[set[int]] = []
+        # What each running operator has saved, by address.
+        self._running: list[dict[int, Tensor]] = []
 
     def enter(self, _: str, __: tuple[Any, ...]) -> None:
         """Begins an operator."""
-        self._running.append(set())
+        self._running.append({})
 
     def leave(self, name: str, inputs: tuple[Any, ...], _: Any) -> None:
         """Records the factors that the operator has saved, of which a lowered one keeps copies."""
@@ -44,21 +44,22 @@ class _Recorder:
             self._note(name, "operand", a, a.numel() // a.shape[-1])
             self._note(name, "operand", b, b.numel() // b.shape[-2])
             return
-        weight, x = module.weight, inputs[0]
-        num_rows = x.numel() // x.shape[-1]
-        if not isinstance(module, nn.Linear):
-            num_rows = x.shape[0] if x.ndim == weight.ndim else 1
-        address = weight.untyped_storage().data_ptr()
-        if address in saved:
+        weight = module.weight
+        is_saved = saved.pop(weight.untyped_storage().data_ptr(), None) is not None
+        # torch's convolutions keep it even if no gradient of their input is asked for.
+        if is_saved and inputs[0].requires_grad:
             self._note(name, "weight", weight, weight.shape[0])
-        if saved - {address}:
-            self._note(name, "operand", x, num_rows)
+        # The input as it was multiplied, which may be a padded copy.
+        for factor in saved.values():
+            is_linear = isinstance(module, nn.Linear)
+            num_rows = factor.numel() // factor.shape[-1] if is_linear else factor.shape[0]
+            self._note(name, "operand", factor, num_rows)
 
     def pack(self, tensor: Tensor) -> Tensor:
         """Records a tensor that is kept; operators' own factors are recorded by `leave`."""
         storage = tensor.untyped_storage()
         if self._running and tensor.is_floating_point():
-            self._running[-1].add(storage.data_ptr())
+            self._running[-1][storage.data_ptr()] = tensor
             return tensor
         if storage.data_ptr() in self._own:
             return tensor

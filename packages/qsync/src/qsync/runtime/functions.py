@@ -11,6 +11,8 @@ After LP-PyTorch of QSync (arXiv 2407.02327).
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +23,7 @@ from torch.nn import functional
 from qsync.precisions import PRECISIONS
 from qsync.runtime.operators import quantize_rows, scaled_matmul
 from qsync.runtime.quantizers import CODE_DTYPES, FLOAT_DTYPES, round_rows
+from shared.errors import DataError
 
 __all__ = ["Convolution", "ConvolutionGeometry", "Linear", "Lookup", "MatrixProduct"]
 
@@ -37,7 +40,20 @@ class ConvolutionGeometry(NamedTuple):
     groups: int
 
 
+def _without_autocast(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Keeps an autocast around the model from casting the factors once more, to its own type."""
+
+    @wraps(run)
+    def call(ctx: Any, first: Tensor, *rest: Any) -> Any:
+        with torch.autocast(first.device.type, enabled=False):
+            return run(ctx, first, *rest)
+
+    return call
+
+
 def _round(factor: Tensor, precision: str, has_one_scale: bool = False) -> Saved:
+    if not factor.is_floating_point():
+        raise DataError(f"expected factors of a float type, got {factor.dtype}; convert them first")
     if precision in CODE_DTYPES:
         rows = factor.flatten(1)
         codes, scale = quantize_rows(rows, CODE_DTYPES[precision], has_one_scale)
@@ -80,6 +96,7 @@ class Linear(torch.autograd.Function):
     """x [..., in] times weight [out, in] transposed, plus bias."""
 
     @staticmethod
+    @_without_autocast
     def forward(
         ctx: Any,
         x: Tensor,
@@ -102,6 +119,7 @@ class Linear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @_without_autocast
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         """Multiplies the gradient by the saved factors."""
         a, a_scale, b, b_scale = ctx.saved_tensors
@@ -123,6 +141,7 @@ class Convolution(torch.autograd.Function):
     """A convolution of x [batch, channels, *space]; scales belong to samples and output channels."""
 
     @staticmethod
+    @_without_autocast
     def forward(
         ctx: Any,
         x: Tensor,
@@ -157,6 +176,7 @@ class Convolution(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @_without_autocast
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         """Convolves the gradient with the saved factors."""
         a, a_scale, b, b_scale = ctx.saved_tensors
@@ -232,6 +252,7 @@ class MatrixProduct(torch.autograd.Function):
     """a [*batch, rows, inner] times b [*batch, inner, columns], with equal batch dimensions."""
 
     @staticmethod
+    @_without_autocast
     def forward(ctx: Any, a: Tensor, b: Tensor, precision: str) -> Tensor:
         """Multiplies rounded factors and saves them; scales belong to rows of a and columns of b."""
         left, right = a, b.transpose(-1, -2)
@@ -247,7 +268,7 @@ class MatrixProduct(torch.autograd.Function):
             out = left.to(dtype) @ right.to(dtype).transpose(-1, -2)
             if left_scale is not None and right_scale is not None:
                 out = out.to(torch.float32) * left_scale.view(*left.shape[:-1], 1)
-                out = out * right_scale.view(*right.shape[:-2], 1, -1)
+                out = out * right_scale.view(*right.shape[:-2], 1, right.shape[-2])
             out = out.to(a.dtype)
         _save(ctx, (left, left_scale), (right, right_scale))
         ctx.precision, ctx.dtypes = precision, (a.dtype, b.dtype)
@@ -255,6 +276,7 @@ class MatrixProduct(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @_without_autocast
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         """Multiplies the gradient by the saved factors."""
         left, left_scale, right, right_scale = ctx.saved_tensors
@@ -263,7 +285,7 @@ class MatrixProduct(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             scaled = grad
             if right_scale is not None:
-                scaled = grad * right_scale.view(*right.shape[:-2], 1, -1)
+                scaled = grad * right_scale.view(*right.shape[:-2], 1, right.shape[-2])
             grad_a = (scaled.to(dtype) @ right.to(dtype)).to(ctx.dtypes[0])
         if ctx.needs_input_grad[1]:
             scaled = grad

@@ -32,16 +32,19 @@ class _LoweredConvolution(nn.modules.conv._ConvNd):
     precision: str
 
     def forward(self, input: Tensor) -> Tensor:
-        padding = (0,) * len(self.stride)
+        padding: Any = self.padding
         if self.padding_mode != "zeros":
             input = functional.pad(
                 input, self._reversed_padding_repeated_twice, mode=self.padding_mode
             )
-        elif isinstance(self.padding, str):
-            # "same" may need one more element on one side; torch pads explicitly too.
-            input = functional.pad(input, self._reversed_padding_repeated_twice)
-        else:
-            padding = cast("tuple[int, ...]", self.padding)
+            padding = "valid"
+        if isinstance(padding, str):
+            sizes = self.kernel_size if padding == "same" else (1,) * len(self.stride)
+            widths = [step * (size - 1) for step, size in zip(self.dilation, sizes, strict=True)]
+            # "same" of an odd width has one more element behind than before, as torch pads it.
+            if any(width % 2 for width in widths):
+                input = functional.pad(input, [n for w in reversed(widths) for n in (0, w % 2)])
+            padding = tuple(width // 2 for width in widths)
         geometry = ConvolutionGeometry(self.stride, padding, self.dilation, self.groups)
         return convolve(input, self.weight, self.bias, geometry, precision=self.precision)
 

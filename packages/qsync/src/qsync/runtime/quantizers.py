@@ -29,7 +29,11 @@ __all__ = [
 FLOAT_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, HIGHEST: torch.float32}
 CODE_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 # Exponent of the smallest normal number and the largest number of each rounded float format.
-_RANGES = {"fp8": (-6, FP8_MAX), "bf16": (-126, float("inf")), "fp16": (-14, 65504.0)}
+_RANGES = {
+    "fp8": (-6, FP8_MAX),
+    "bf16": (-126, torch.finfo(torch.bfloat16).max),
+    "fp16": (-14, torch.finfo(torch.float16).max),
+}
 
 
 def check_rounding(rounding: str) -> None:
@@ -102,7 +106,9 @@ def find_step(x: Float[Tensor, "*shape"], precision: str) -> Tensor:
         return wide.new_zeros(())
     if format_.is_fixed:
         largest = _find_largest(wide)
-        return (largest / INT8_MAX).masked_fill(largest == 0, 1.0)
+        # As the kernel: a step that is no normal number would round to 0.
+        step = (largest / INT8_MAX).clamp(min=torch.finfo(wide.dtype).tiny)
+        return step.masked_fill(largest == 0, 1.0)
     lowest: Tensor | int = _RANGES[precision][0]
     if precision == "fp8":
         scale = _find_scale(wide)
