@@ -27,7 +27,7 @@ class Model(nn.Module):
         return {"loss": (out[:, 0] - labels).square().mean(), "logits": out}
 
 
-def _train(folder, precision, callback=True):
+def _train(folder, precision, callback=True, **settings):
     from qsync.integrations.trainer import QsyncCallback
 
     generator = torch.Generator().manual_seed(1)
@@ -38,6 +38,7 @@ def _train(folder, precision, callback=True):
     arguments = transformers.TrainingArguments(
         folder, max_steps=4, per_device_train_batch_size=4, save_steps=2, report_to=[], use_cpu=True,
         disable_tqdm=True, logging_steps=1, max_grad_norm=1.0, learning_rate=0.01,
+        **settings,
     )  # fmt: skip
     trainer = transformers.Trainer(
         model, arguments, train_dataset=rows, callbacks=[QsyncCallback(plan)] if callback else []
@@ -72,6 +73,11 @@ def test_a_float32_plan_trains_as_the_trainer_alone(tmp_path):
 def test_half_precision_is_refused_as_no_loss_is_scaled(tmp_path):
     with pytest.raises(ConfigError, match="got fp16 for 'first' on rank 0; plan with bf16"):
         _train(str(tmp_path), "fp16")
+
+
+def test_an_autocast_that_would_lower_what_the_plan_keeps_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="TrainingArguments: expected neither bf16 nor fp16"):
+        _train(str(tmp_path), "int8", bf16=True)
 
 
 def _train_unlike(folder):

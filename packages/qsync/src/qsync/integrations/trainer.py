@@ -36,10 +36,15 @@ class QsyncCallback(TrainerCallback):
         """Applies the plan, and agrees on it with all ranks.
 
         Raises:
-            ConfigError: see `qsync.apply` and `qsync.DDP`, or the plan has fp16, for which the
-                Trainer scales no loss.
+            ConfigError: see `qsync.apply` and `qsync.DDP`, the plan has fp16, for which the Trainer
+                scales no loss, or the Trainer lowers by autocast what the plan keeps in float32.
         """
         model: nn.Module = given["model"]
+        if args.bf16 or args.fp16:
+            raise ConfigError(
+                "TrainingArguments: expected neither bf16 nor fp16, whose autocast lowers what the "
+                "plan keeps in float32; leave both out, the plan lowers the model"
+            )
         _refuse_half(self.plan)
         apply(model, self.plan)
         if Group.exists():
