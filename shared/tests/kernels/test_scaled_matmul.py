@@ -150,6 +150,16 @@ def test_one_scale_serves_strided_and_narrow_inputs():
     assert torch.equal(codes, (x.float() / scale[0]).round().to(torch.int8))
 
 
+def test_one_scale_may_be_expanded_and_codes_strided(form, monkeypatch):
+    if form.name == "gpu":
+        monkeypatch.setenv("MESHYARD_KERNELS", "triton")
+    x = torch.randint(-127, 128, (34, 5), dtype=torch.int8, device=form.device)
+    strided = ScaledRows(x.t(), torch.tensor([0.5], device=form.device).expand(5))
+    dense = ScaledRows(x.t().contiguous(), torch.full((5,), 0.5, device=form.device))
+    expected = (dense.codes.double() @ dense.codes.double().t() / 4).float()
+    torch.testing.assert_close(scaled_matmul(strided, strided), expected, rtol=1e-6, atol=0)
+
+
 def test_a_type_of_the_result_is_rounded_once():
     a = quantize_rows(torch.randn(5, 30), torch.int8)
     b = quantize_rows(torch.randn(4, 30), torch.int8)
@@ -167,6 +177,14 @@ def test_mistakes_are_named():
             scaled_matmul(a, other)
     with pytest.raises(DataError, match="a bias of 5 elements, got \\[4\\]"):
         scaled_matmul(a, a, torch.zeros(4))
+    for short in (a._replace(scale=a.scale[:1]), a._replace(scale=a.scale[0])):
+        with pytest.raises(DataError, match=r"a scale of a of 5 elements, got \["):
+            scaled_matmul(short, a)
+        with pytest.raises(DataError, match=r"a scale of b of 5 elements, got \["):
+            scaled_matmul(a, short)
+    elsewhere = ScaledRows(*(each.to("meta") for each in a))
+    with pytest.raises(DataError, match="one device, got cpu, meta"):
+        scaled_matmul(a, elsewhere)
     long = ScaledRows(torch.zeros(1, 140_000, dtype=torch.int8), torch.ones(1))
     with pytest.raises(DataError, match="split the columns"):
         scaled_matmul(long, long)

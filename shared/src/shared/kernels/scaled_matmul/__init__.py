@@ -87,8 +87,8 @@ def scaled_matmul(
         dtype: type of the result; scales and bias are applied in float32.
 
     Raises:
-        DataError: types, columns or devices differ, the bias has another length, or int8 rows have
-            more columns than an int32 sum has room for.
+        DataError: types, columns or devices differ, scales or bias have another length, or int8 rows
+            have more columns than an int32 sum has room for.
     """
     (rows, columns), num_b = a.codes.shape, len(b.codes)
     if a.codes.dtype != b.codes.dtype or columns != b.codes.shape[1]:
@@ -96,10 +96,13 @@ def scaled_matmul(
             f"expected codes of one type and number of columns, got {a.codes.dtype} "
             f"{list(a.codes.shape)} and {b.codes.dtype} {list(b.codes.shape)}"
         )
-    if bias is not None and bias.shape != (num_b,):
-        raise DataError(f"expected a bias of {num_b} elements, got {list(bias.shape)}")
-    if a.codes.device != b.codes.device:
-        raise DataError(f"expected one device, got {a.codes.device} and {b.codes.device}")
+    vectors = {"scale of a": (a.scale, rows), "scale of b": (b.scale, num_b), "bias": (bias, num_b)}
+    for name, (vector, length) in vectors.items():
+        if vector is not None and vector.shape != (length,):
+            raise DataError(f"expected a {name} of {length} elements, got {list(vector.shape)}")
+    devices = {each.device for each in (*a, *b, bias) if each is not None}
+    if len(devices) > 1:
+        raise DataError(f"expected one device, got {', '.join(sorted(map(str, devices)))}")
     if a.codes.dtype == torch.int8 and columns > _MAX_COLUMNS:
         raise DataError(
             f"expected int8 rows of at most {_MAX_COLUMNS} columns, whose sums fit 32 bits, got "
@@ -108,7 +111,8 @@ def scaled_matmul(
     out = torch.zeros(rows, num_b, dtype=dtype, device=a.codes.device)
     if out.numel() and columns:
         form = select("scaled_matmul", out.device)
-        form.scaled_matmul(a.codes.contiguous(), a.scale, b.codes.contiguous(), b.scale, bias, out)
+        factors = [each.contiguous() for each in (*a, *b)]
+        form.scaled_matmul(*factors, bias, out)
     elif bias is not None:
         out += bias
     return out
