@@ -92,13 +92,11 @@ def test_functions_that_build_no_job_are_named(job, build, message, capsys):
 TRACES = [str(Path(__file__).parent / f"diagnosis/assets/rank{rank}.json.gz") for rank in (0, 1)]
 
 
-def test_traces_are_diagnosed_and_advice_given(tmp_path, capsys):
-    picture = tmp_path / "waits.svg"
-    assert main(["diagnose", *TRACES, "--advise", "--picture", str(picture)]) == 0
+def test_traces_are_diagnosed_and_advice_given(capsys):
+    assert main(["diagnose", *TRACES, "--advise"]) == 0
     text = capsys.readouterr().out
     assert "Waiting for rank 1 in each step: rank 0" in text
     assert "1. run AddmmBackward0, aten::linear of rank 1" in text
-    assert picture.stat().st_size > 0
     assert main(["diagnose", *TRACES, "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
     assert record["slowest_rank"] == 1

@@ -6,16 +6,12 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import tyro
 
 from shared.cli import DemoOptions, JsonOption, run_command
 from shared.errors import ConfigError
-
-if TYPE_CHECKING:
-    from qsync.profiler.indicator import OperatorNoise
-    from qsync.profiler.profile import RankProfile
 
 __all__ = ["main"]
 
@@ -106,6 +102,7 @@ class ProfileModel(_JobOptions):
         from qsync.config import build_job
         from qsync.profiler.indicator import NUM_BATCHES
         from qsync.profiler.profile import profile_model
+        from qsync.report import describe_profile
         from shared.training.progress import show_progress
 
         model, batches, loss_fn = build_job(self.build)
@@ -123,7 +120,7 @@ class ProfileModel(_JobOptions):
                 for (source, target), fit in profile.casts.items()
             },
         }
-        self.print_result(record, _describe_profile(profile))
+        self.print_result(record, describe_profile(profile))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,12 +136,13 @@ class MeasureSensitivity(_JobOptions):
         """Prints a row for each operator, the most sensitive one first."""
         from qsync import sensitivity
         from qsync.config import build_job
+        from qsync.report import describe_noise
         from shared.training.progress import show_progress
 
         with show_progress("measuring"):
             measured = sensitivity(*build_job(self.build), precisions=self.precisions)
         record = {"method": measured.method, "reason": measured.reason, "noise": measured.noise}
-        self.print_result(record, _describe_noise(measured))
+        self.print_result(record, describe_noise(measured))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,15 +163,14 @@ class DiagnoseTraces(_TraceOptions):
     advise: bool = False
     """Also rank changes by their predicted gain."""
     memory: str | None = None
-    """Memory of each device, such as 8GiB, which the advised changes must keep to."""
-    picture: Path | None = None
-    """SVG file for a picture of who waits."""
+    """Memory of each device, such as 8GiB, to which advised changes bring the job; needs traces with
+    memory (profile_memory=True)."""
 
     def execute(self) -> None:
         """Prints the diagnosis."""
         from qsync import diagnose
         from qsync.diagnosis.advise import advise
-        from qsync.report import describe_advice, draw_waits
+        from qsync.report import describe_advice
         from shared.units import parse_bytes
 
         diagnosis = diagnose(self.traces)
@@ -187,21 +184,12 @@ class DiagnoseTraces(_TraceOptions):
             "causes": [cause._asdict() for cause in diagnosis.causes],
         }
         text = diagnosis.explain()
-        if self.advise:
+        if self.advise or self.memory is not None:
             limit = None if self.memory is None else parse_bytes(self.memory)
             advices = advise(diagnosis, memory_limit_bytes=limit)
-            record["advice"] = [
-                {
-                    "strategy": each.strategy,
-                    "text": each.text,
-                    "step_s": each.step_s,
-                    "gain": each.gain,
-                }
-                for each in advices
-            ]
+            keys = ("strategy", "text", "step_s", "gain", "saved_bytes")
+            record["advice"] = [{key: getattr(each, key) for key in keys} for each in advices]
             text += f"\n{describe_advice(advices)}"
-        if self.picture is not None:
-            draw_waits({"as traced": diagnosis}, self.picture)
         self.print_result(record, text)
 
 
@@ -264,6 +252,7 @@ class ReplayTraces(_TraceOptions):
             f"measured {format_s(diagnosis.step_s)} a step, replayed "
             f"{format_s(diagnosis.replayed_step_s)}; with the changes {format_s(forecast.step_s)}, "
             f"{diagnosis.replayed_step_s / forecast.step_s:.2f} times as fast"
+            f"{forecast.note and f' ({forecast.note})'}"
         )
         self.print_result(record, text)
 
@@ -319,43 +308,3 @@ def _read_factors(option: str, pairs: tuple[str, ...], key: str) -> Iterator[tup
         if match is None:
             raise ConfigError(f"{option}: expected a name and its factor, as 1=1.5, got {pair!r}")
         yield match[1], float(match[2])
-
-
-def _describe_profile(profile: RankProfile) -> str:
-    from shared.units import format_s
-
-    names = [profile.graph.ops[i].name for i in profile.graph.linears]
-    precisions = list(profile.forward_s[names[0]])
-    rows = [
-        [
-            name,
-            *(
-                format_s(profile.forward_s[name][each] + profile.backward_s[name][each])
-                for each in precisions
-            ),
-        ]
-        for name in names
-    ]
-    head = f"{profile.device}: a float32 step takes {format_s(profile.step_s)}"
-    return "\n".join([head, *profile.notes, _draw(["operator", *precisions], rows)])
-
-
-def _describe_noise(measured: OperatorNoise) -> str:
-    precisions = list(next(iter(measured.noise.values())))
-    # The lowest precision comes first.
-    order = sorted(measured.noise, key=lambda name: -measured.noise[name][precisions[0]])
-    rows = [[name, *(f"{measured.noise[name][each]:.3g}" for each in precisions)] for name in order]
-    reason = f" ({measured.reason})" if measured.reason else ""
-    head = f"squared relative error of the gradient, by {measured.method}{reason}"
-    return f"{head}\n{_draw(['operator', *precisions], rows)}"
-
-
-def _draw(heads: list[str], rows: list[list[Any]]) -> str:
-    from rich.table import Table
-
-    from shared.cli import draw_table
-
-    table = Table(*heads)
-    for row in rows:
-        table.add_row(*row)
-    return draw_table(table)

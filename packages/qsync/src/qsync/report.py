@@ -1,22 +1,45 @@
-"""Advice in words, and a picture of who waits for whom."""
+"""What the commands print and draw: measured operators, advice, and who waits."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import median_low
+from typing import TYPE_CHECKING
 
-from qsync.diagnosis.advise import Advice
-from qsync.diagnosis.collectives import Interval, merge, split_waits
-from qsync.diagnosis.diagnose import Diagnosis
-from shared.errors import ConfigError
 from shared.training.pictures import new_picture, save_picture
 from shared.units import format_bytes, format_s
 
-__all__ = ["describe_advice", "draw_waits"]
+if TYPE_CHECKING:
+    from qsync.diagnosis.advise import Advice
+    from qsync.profiler.indicator import OperatorNoise
+    from qsync.profiler.profile import RankProfile
 
-_COLOURS = {"computes": "#0b7285", "waits": "#ffd8a8", "transfers": "#868e96"}
+__all__ = ["describe_advice", "describe_noise", "describe_profile", "draw_waits"]
+
+_COLORS = {"computes": "#0b7285", "waits": "#99d5df"}
+
+
+def describe_profile(profile: RankProfile) -> str:
+    """Writes a table of each operator's seconds, forward and backward, in each precision."""
+    names = [profile.graph.ops[i].name for i in profile.graph.linears]
+    precisions = list(profile.forward_s[names[0]])
+    rows = [
+        [name, *(format_s(profile.forward_s[name][p] + profile.backward_s[name][p]) for p in precisions)]
+        for name in names
+    ]  # fmt: skip
+    head = f"{profile.device}: a float32 step takes {format_s(profile.step_s)}"
+    return "\n".join([head, *profile.notes, _draw_table(["operator", *precisions], rows)])
+
+
+def describe_noise(measured: OperatorNoise) -> str:
+    """Writes a table of what lowering each operator costs the gradient, the most sensitive first."""
+    precisions = list(next(iter(measured.noise.values())))
+    # The lowest precision comes first.
+    order = sorted(measured.noise, key=lambda name: -measured.noise[name][precisions[0]])
+    rows = [[name, *(f"{measured.noise[name][p]:.3g}" for p in precisions)] for name in order]
+    reason = f" ({measured.reason})" if measured.reason else ""
+    head = f"squared relative error of the gradient, by {measured.method}{reason}"
+    return f"{head}\n{_draw_table(['operator', *precisions], rows)}"
 
 
 def describe_advice(advices: Sequence[Advice]) -> str:
@@ -33,73 +56,36 @@ def describe_advice(advices: Sequence[Advice]) -> str:
     return "\n".join(lines)
 
 
-def draw_waits(diagnoses: Mapping[str, Diagnosis], path: str | os.PathLike[str]) -> None:
-    """Draws one step of each job on one scale of time: what its ranks compute, wait for and transfer.
-
-    The step is the one of median length. A rank has two bars: its computing, and below it the
-    collectives that it has joined.
+def draw_waits(rows: Mapping[str, tuple[float, float]], title: str, path: Path) -> None:
+    """Draws a bar for each way of each rank's step: computing, then waiting.
 
     Args:
-        diagnoses: by what is written above each, such as "before" and "after".
-        path: image file to write; its suffix chooses the format.
-
-    Raises:
-        ConfigError: there is nothing to draw.
+        rows: seconds that it computes and waits, by what is written beside the bar.
+        title: of the picture.
+        path: SVG file to write.
     """
-    if not diagnoses:
-        raise ConfigError("expected a diagnosis to draw, got none; diagnose a job's traces")
-    steps = {title: _list_bars(diagnosis) for title, diagnosis in diagnoses.items()}
-    num_ranks = sum(len(ranks) for ranks in steps.values())
-    figure = new_picture(1.2 + 0.5 * len(steps) + 0.32 * num_ranks)
-    panels = figure.subplots(
-        len(steps), 1, sharex=True, squeeze=False,
-        height_ratios=[len(ranks) for ranks in steps.values()],
-    )[:, 0]  # fmt: skip
-    for axes, (title, ranks) in zip(panels, steps.items(), strict=True):
-        for rank, bars in enumerate(ranks):
-            for what, spans_s in bars.items():
-                top = rank - 0.42 if what == "computes" else rank + 0.02
-                spans_ms = [(1e3 * start_s, 1e3 * (end_s - start_s)) for start_s, end_s in spans_s]
-                is_first = axes is panels[0] and rank == 0
-                axes.broken_barh(
-                    spans_ms,
-                    (top, 0.4),
-                    facecolors=_COLOURS[what],
-                    label=what if is_first else None,
-                )
-        axes.set_yticks(range(len(ranks)), [f"rank {rank}" for rank in range(len(ranks))])
-        axes.invert_yaxis()
-        axes.set_title(title, loc="left")
-        axes.spines[["top", "right"]].set_visible(False)
-    panels[-1].set_xlabel("milliseconds of a step")
-    figure.legend(ncols=3, loc="outside lower center", frameon=False)
-    save_picture(figure, Path(path), "Who waits in a training step, by rank")
+    figure = new_picture(1.4 + 0.3 * len(rows))
+    axes = figure.add_subplot()
+    busy, waits = ([1e3 * seconds for seconds in row] for row in zip(*rows.values(), strict=True))
+    axes.barh(list(rows), busy, color=_COLORS["computes"], label="computes")
+    bars = axes.barh(list(rows), waits, left=busy, color=_COLORS["waits"], label="waits")
+    axes.bar_label(bars, [f"{each:.0f}" for each in waits], padding=2)
+    axes.invert_yaxis()
+    axes.margins(x=0.12)
+    axes.set(xlabel="milliseconds of a step")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(
+        *axes.get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False
+    )
+    save_picture(figure, path, title)
 
 
-def _list_bars(diagnosis: Diagnosis) -> list[dict[str, list[Interval]]]:
-    """Bars of the median step by rank, in seconds since its first start."""
-    lanes = diagnosis.job.lanes
-    bounds = []
-    for step in range(len(diagnosis.steps)):
-        pieces = [piece for lane in lanes for piece in lane if piece.step == step]
-        start_s = min(piece.start_s - piece.gap_s for piece in pieces)
-        bounds.append((max(piece.end_s for piece in pieces) - start_s, start_s, step))
-    length_s, begin_s, step = median_low(bounds)
-    collectives = [c for c in diagnosis.collectives if c.step == step]
+def _draw_table(heads: list[str], rows: list[list[str]]) -> str:
+    from rich.table import Table
 
-    def cut(spans: Sequence[Interval]) -> list[Interval]:
-        moved = [(start_s - begin_s, end_s - begin_s) for start_s, end_s in spans]
-        return [(max(a, 0.0), min(b, length_s)) for a, b in moved if b > 0 and a < length_s]
+    from shared.cli import draw_table
 
-    ranks = []
-    for rank, lane in enumerate(lanes):
-        waits, transfers = split_waits(collectives, rank)
-        busy = merge((p.start_s - p.gap_s, p.end_s) for p in lane if p.step == step)
-        ranks.append(
-            {
-                "computes": cut(busy),
-                "waits": cut([span for _, span in waits]),
-                "transfers": cut(transfers),
-            }
-        )
-    return ranks
+    table = Table(*heads)
+    for row in rows:
+        table.add_row(*row)
+    return draw_table(table)

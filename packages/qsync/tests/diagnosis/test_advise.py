@@ -4,9 +4,9 @@ import pytest
 from planted_traces import PlantedJob, PlantedRun
 
 from qsync.diagnosis.advise import advise
-from qsync.diagnosis.chrome import compare_in_chrome, write_comparison
+from qsync.diagnosis.chrome import write_comparison
 from qsync.diagnosis.diagnose import diagnose
-from qsync.diagnosis.memory_timeline import trace_memory
+from qsync.diagnosis.memory_peaks import find_peaks
 from qsync.diagnosis.strategies import STRATEGIES, AdviceState
 from qsync.diagnosis.what_if import JobChange
 from shared.errors import ConfigError, DataError
@@ -80,8 +80,8 @@ def test_only_the_slower_rank_lowers_products_and_no_further_than_it_lags(tmp_pa
         state = AdviceState(
             diagnosis=diagnosis, change=JobChange(), forecast=diagnosis.job.predict()
         )
-        (proposal,) = STRATEGIES.get("precision")(state)
-        speeds = proposal.change.operator_speed
+        ((change, _),) = STRATEGIES.get("precision")(state)
+        speeds = change.operator_speed
         assert {rank for rank, _ in speeds} == {1}
         assert list(speeds.values()) == pytest.approx([1 / share] * len(speeds), rel=0.05)
 
@@ -104,22 +104,30 @@ def test_memory_comes_first_and_at_the_least_cost(tmp_path):
         advise(diagnosed(tmp_path), memory_limit_bytes=1)
 
 
-def test_memory_over_time(tmp_path):
+def test_a_limit_out_of_reach_is_told(tmp_path, caplog):
+    # 100 MiB are kept between steps: no change of activations saves them.
+    (only,) = advise(diagnosed(tmp_path, **FULL), memory_limit_bytes=50 * MiB)
+    assert only.saved_bytes == 200 * MiB
+    assert "stays 50.0 MiB above the limit" in caplog.text
+
+
+def test_the_peak_of_memory_is_named(tmp_path):
     diagnosis = diagnosed(tmp_path, num_steps=3, **FULL)
-    (memory,) = trace_memory(diagnosis.traces[0]).values()
-    assert memory.device == "cpu"
-    assert memory.peak_bytes == 300 * MiB
-    assert memory.peak_operator == "aten::embedding"
-    # Each step of three has three samples above those at its start and end.
-    assert memory.allocated_bytes.tolist() == [100 * MiB, *[300 * MiB] * 3, 100 * MiB] * 3
-    assert (memory.time_s[1:] > memory.time_s[:-1]).all()
+    (peak,) = find_peaks(diagnosis.traces[0]).values()
+    assert peak == (300 * MiB, 100 * MiB, "aten::embedding")
+    expected = "cpu: 300 MiB at most, in aten::embedding; 100 MiB between steps"
+    assert diagnosis.explain().count(expected) == 2
 
 
 def test_chrome_trace_holds_both_sides_on_one_clock(tmp_path):
     settings = {"rank_factor": {1: 1.5}, "offset_s": {1: 9.0}, **FULL}
     diagnosis = diagnosed(tmp_path, **settings)
-    write_comparison(diagnosis, tmp_path / "both.json")
-    events = json.loads((tmp_path / "both.json").read_text())["traceEvents"]
+
+    def draw(change):
+        write_comparison(diagnosis, tmp_path / "both.json", change)
+        return json.loads((tmp_path / "both.json").read_text())["traceEvents"]
+
+    events = draw(None)
     names = {e["args"]["name"] for e in events if e["name"] == "process_name"}
     assert names == {f"rank {r} {word}" for r in (0, 1) for word in ("measured", "replayed")}
 
@@ -134,8 +142,11 @@ def test_chrome_trace_holds_both_sides_on_one_clock(tmp_path):
     assert max(e["ts"] for e in events if "ts" in e) < 1e6
     assert starts(0, "wait for rank 1")
     assert not starts(2, "wait for rank 0")
+    # Memory over time: three samples in a step's forward pass lie above those around it.
+    counts = [e["args"]["bytes"] for e in events if e["ph"] == "C" and e["pid"] == 2]
+    assert counts == [100 * MiB, *[300 * MiB] * 3, 100 * MiB] * 6
     assert {e["pid"] for e in events if e["ph"] == "C"} == {0, 2}
     assert {e["pid"] for e in events if e.get("cat") == "critical"} >= {3}
-    faster = compare_in_chrome(diagnosis, JobChange(rank_speed={1: 1.5}))["traceEvents"]
+    faster = draw(JobChange(rank_speed={1: 1.5}))
     ends = [max(e["ts"] for e in side if e["pid"] == 3 and e["ph"] == "X") for side in (events, faster)]  # fmt: skip
     assert ends[1] < 0.8 * ends[0]

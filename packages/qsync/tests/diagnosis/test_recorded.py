@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from qsync.diagnosis.chrome import compare_in_chrome
+from qsync.diagnosis.chrome import write_comparison
 from qsync.diagnosis.diagnose import diagnose
 from qsync.diagnosis.what_if import JobChange
 
@@ -64,8 +64,9 @@ def test_a_faster_rank_1_would_end_the_waiting(diagnosis):
     assert 1.2 < gain < seconds[1] / seconds[0]
 
 
-def test_replayed_operators_lie_beside_the_measured_ones(diagnosis):
-    events = compare_in_chrome(diagnosis)["traceEvents"]
+def test_replayed_operators_lie_beside_the_measured_ones(diagnosis, tmp_path):
+    write_comparison(diagnosis, tmp_path / "both.json")
+    events = json.loads((tmp_path / "both.json").read_text())["traceEvents"]
     for rank in (0, 1):
         measured, replayed = (
             sorted(e["ts"] for e in events if e.get("pid") == process and e["name"] == "aten::gelu")

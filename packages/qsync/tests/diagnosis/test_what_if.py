@@ -121,7 +121,7 @@ def test_one_bucket_of_one_size_still_tells_what_smaller_ones_gain(tmp_path):
 
 def test_changes_that_the_trace_cannot_answer_are_refused(tmp_path):
     job = diagnose(PlantedRun(PlantedJob(has_shapes=False)).write(tmp_path)).job
-    with pytest.raises(DataError, match="known sizes, got none"):
+    with pytest.raises(DataError, match="the sizes of all all-reduces, got a trace without"):
         job.predict(JobChange(bucket_bytes=1000))
     with pytest.raises(ConfigError, match="a rank from 0 to 1, got 7"):
         job.predict(JobChange(rank_speed={7: 2.0}))

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from operator import itemgetter
 from typing import NamedTuple
 
 from qsync.diagnosis.diagnose import Diagnosis
-from qsync.diagnosis.memory_timeline import trace_memory
-from qsync.diagnosis.strategies import STRATEGIES, AdviceState, Proposal
-from qsync.diagnosis.what_if import JobChange, JobForecast
+from qsync.diagnosis.memory_peaks import find_peaks
+from qsync.diagnosis.strategies import STRATEGIES, AdviceState
+from qsync.diagnosis.what_if import JobChange
+from shared.errors import DataError
+from shared.units import format_bytes
 
 __all__ = ["Advice", "advise"]
 
+_log = logging.getLogger(__name__)
 # Gains below this share of a step are within the noise of traces.
 _WORTHWHILE = 0.01
 
@@ -35,14 +39,6 @@ class Advice(NamedTuple):
     step_s: float
     gain: float
     saved_bytes: int
-
-
-class _Option(NamedTuple):
-    name: str
-    proposal: Proposal
-    after: JobForecast
-    gain: float
-    saves: int
 
 
 def advise(
@@ -68,37 +64,36 @@ def advise(
     """
     excess_bytes = activation_bytes = 0
     if memory_limit_bytes is not None:
-        memories = [m for trace in diagnosis.traces for m in trace_memory(trace).values()]
-        fullest = max(memories, key=lambda memory: memory.peak_bytes)
+        peaks = [peak for trace in diagnosis.traces for peak in find_peaks(trace).values()]
+        if not peaks:
+            raise DataError(
+                f"{diagnosis.traces[0].path}: expected memory events, got none; record with "
+                "profile_memory=True"
+            )
+        fullest = max(peaks)
         excess_bytes = fullest.peak_bytes - memory_limit_bytes
-        activation_bytes = fullest.activation_bytes
-    forecast = diagnosis.job.predict()
-    change, advice, saved_bytes = JobChange(), [], 0
+        activation_bytes = fullest.peak_bytes - fullest.kept_bytes
+    job, change, advice, saved_bytes = diagnosis.job, JobChange(), [], 0
     makers = {name: STRATEGIES.get(name) for name in strategies or STRATEGIES}
     while True:
-        state = AdviceState(diagnosis=diagnosis, change=change, forecast=forecast)
-        options = []
+        now = AdviceState(diagnosis=diagnosis, change=change, forecast=job.predict(change))
+        options: list[tuple[tuple[float, float], Advice]] = []
         for name, make in makers.items():
-            for proposal in make(state):
-                after = diagnosis.job.predict(proposal.change)
-                saves = int(proposal.saved_share * (activation_bytes - saved_bytes))
-                options.append(
-                    _Option(name, proposal, after, forecast.step_s / after.step_s, saves)
-                )
-        needed_bytes = excess_bytes - saved_bytes
-        if needed_bytes > 0:
-            ranked = [((min(o.saves, needed_bytes), o.gain), o) for o in options if o.saves > 0]
-        else:
-            ranked = [
-                ((o.proposal.is_same_batch, o.gain), o)
-                for o in options
-                if o.gain >= 1 + _WORTHWHILE
-            ]
-        if not ranked:
+            for changed, text in make(now):
+                step_s = job.predict(changed).step_s
+                gain = now.forecast.step_s / step_s
+                saves = int((1 - changed.activation_share) * activation_bytes)
+                option = Advice(name, text, changed, step_s, gain, saves)
+                is_same_batch = changed.accumulation == change.accumulation
+                if saved_bytes >= excess_bytes and gain >= 1 + _WORTHWHILE:
+                    options.append(((is_same_batch, gain), option))
+                elif saved_bytes < min(excess_bytes, saves):
+                    options.append(((min(saves, excess_bytes), gain), option))
+        if not options:
+            if saved_bytes < excess_bytes:
+                missing = format_bytes(excess_bytes - saved_bytes)
+                _log.warning("memory: the job stays %s above the limit under all changes", missing)
             return advice
-        _, best = max(ranked, key=itemgetter(0))
-        saved_bytes += best.saves
-        change, forecast = best.proposal.change, best.after
-        advice.append(
-            Advice(best.name, best.proposal.text, change, forecast.step_s, best.gain, saved_bytes)
-        )
+        _, best = max(options, key=itemgetter(0))
+        change, saved_bytes = best.change, best.saved_bytes
+        advice.append(best)

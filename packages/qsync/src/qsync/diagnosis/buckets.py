@@ -7,7 +7,8 @@ between the moments at which the traced buckets were ready.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -32,77 +33,56 @@ def rebucket(
     exchanges: Sequence[GraphCollective],
     link: Link,
     bucket_bytes: int,
-) -> tuple[list[GraphCollective], list[list[tuple[int, ...]]]]:
+) -> tuple[list[list[LanePiece]], list[GraphCollective]]:
     """Replaces the all-reduces of each step by those of buckets of `bucket_bytes`.
 
     Returns:
-        The collectives in the order in which they take the link; by rank and piece, the positions
-        of those that it waits for.
+        The lanes, waiting for new collectives in place of old ones, and these in the order in which
+        they take the link.
 
     Raises:
         DataError: the size of an all-reduce is unknown.
     """
-    replaced = [exchange for exchange in exchanges if exchange.kind == "allreduce"]
-    if any(exchange.num_bytes is None for exchange in replaced):
+    sums = [exchange for exchange in exchanges if exchange.kind == "allreduce"]
+    if any(exchange.num_bytes is None for exchange in sums):
         raise DataError(
             "expected the sizes of all all-reduces, got a trace without them; record shapes "
             "(record_shapes=True)"
         )
-    made: list[tuple[GraphCollective, int | None]] = [
-        (exchange, i) for i, exchange in enumerate(exchanges) if exchange.kind != "allreduce"
-    ]
-    for step in sorted({exchange.step for exchange in replaced}):
-        old = [exchange for exchange in replaced if exchange.step == step]
+    new = [exchange for exchange in exchanges if exchange.kind != "allreduce"]
+    for step in sorted({exchange.step for exchange in sums}):
+        old = [exchange for exchange in sums if exchange.step == step]
         curves = [_gradients(lane, rank, step, old) for rank, lane in enumerate(lanes)]
-        ends = _fill(curves[0][1], bucket_bytes)
-        for begin, end in zip([0, *ends[:-1]], ends, strict=True):
+        for begin, end in pairwise(_fill(curves[0][1], bucket_bytes)):
             ready_s = tuple(float(np.interp(end, sizes, times)) for times, sizes in curves)
             seconds = link.time_s(int(end - begin))
-            made.append(
-                (GraphCollective("allreduce", step, int(end - begin), seconds, ready_s), None)
-            )
-    made.sort(key=lambda pair: max(pair[0].ready_s))
-    kept = {old: new for new, (_, old) in enumerate(made) if old is not None}
-    by_step: dict[int, list[int]] = {}
-    for i, (exchange, _) in enumerate(made):
-        if exchange.kind == "allreduce":
-            by_step.setdefault(exchange.step, []).append(i)
-    result = [exchange for exchange, _ in made]
-    waits = [_wait_anew(lane, rank, exchanges, result, kept, by_step)
-             for rank, lane in enumerate(lanes)]  # fmt: skip
-    return result, waits
+            new.append(GraphCollective("allreduce", step, int(end - begin), seconds, ready_s))
+    new.sort(key=lambda exchange: max(exchange.ready_s))
+    positions = {id(exchange): i for i, exchange in enumerate(new)}
+
+    def wait_anew(rank: int, piece: LanePiece) -> LanePiece:
+        """Lets a piece that waited for an all-reduce wait for all that are ready before it."""
+        before = [exchanges[i] for i in piece.behind]
+        steps = {exchange.step for exchange in before if exchange.kind == "allreduce"}
+        kept = [positions[id(e)] for e in before if e.kind != "allreduce"]
+        made = [
+            i
+            for i, exchange in enumerate(new if steps else [])
+            if exchange.kind == "allreduce" and exchange.step in steps
+            and exchange.ready_s[rank] < piece.start_s
+        ]  # fmt: skip
+        return piece._replace(behind=(*kept, *made))
+
+    return [[wait_anew(rank, piece) for piece in lane] for rank, lane in enumerate(lanes)], new
 
 
 def _fill(sizes: Sequence[float], bucket_bytes: int) -> list[float]:
-    """Bytes ready at the end of each bucket, which is sent once it has its bytes."""
-    ends = [0.0]
+    """Bytes ready at the borders of buckets, each of which is sent once it has its bytes."""
+    borders = [0.0]
     for size in sizes:
-        if size - ends[-1] >= bucket_bytes or size == sizes[-1] > ends[-1]:
-            ends.append(size)
-    return ends[1:]
-
-
-def _wait_anew(
-    lane: Sequence[LanePiece],
-    rank: int,
-    old: Sequence[GraphCollective],
-    new: Sequence[GraphCollective],
-    kept: Mapping[int, int],
-    by_step: Mapping[int, list[int]],
-) -> list[tuple[int, ...]]:
-    """A piece that waited for an all-reduce waits for all new ones that are ready before it."""
-    waits = []
-    for piece in lane:
-        behind: dict[int, None] = {}
-        for i in piece.behind:
-            if i in kept:
-                behind[kept[i]] = None
-                continue
-            for j in by_step[old[i].step]:
-                if new[j].ready_s[rank] <= piece.start_s:
-                    behind[j] = None
-        waits.append(tuple(behind))
-    return waits
+        if size - borders[-1] >= bucket_bytes or size == sizes[-1] > borders[-1]:
+            borders.append(size)
+    return borders
 
 
 def _gradients(
@@ -111,7 +91,7 @@ def _gradients(
     """When a rank's gradients of a step are ready: times, and bytes ready until then."""
     total = sum(exchange.num_bytes or 0 for exchange in old)
     mine = [piece for piece in lane if piece.step == step]
-    grown = [p for p in mine if p.name.endswith("AccumulateGrad") and p.num_bytes and p.busy_s]
+    grown = [p for p in mine if p.name.endswith("AccumulateGrad") and p.num_bytes]
     grown_bytes = np.cumsum([piece.num_bytes or 0 for piece in grown])
     if len(grown) and abs(grown_bytes[-1] - total) <= _SIZE_TOLERANCE * total:
         times = [piece.start_s for piece in grown]

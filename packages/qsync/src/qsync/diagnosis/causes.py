@@ -29,8 +29,9 @@ CauseKind = Literal["slow rank", "slow operator", "late loader", "slow link"]
 _MAIN_SHARE = 0.5
 # Ranks whose seconds differ by less over all steps are equally fast.
 _ALIKE = 0.01
-# Part of its own lag by which all else may lag where one operator is the cause, and the most of it:
-# a throttled core takes more of long operators than of short ones, but makes no loader sleep.
+# Largest relative lag of all other operators, as a share of the lag of the one that is the cause, and
+# by itself. A throttled core delays long operators more than short ones; it makes no loader sleep, so
+# that the second bound does not hold for loaders.
 _REST_SHARE = 0.25
 _MAX_REST = 0.5
 # Standard errors over the steps that an operator's lag must exceed.
@@ -69,49 +70,43 @@ def find_rank_cause(
     tables = [_sum_by_name(lane, num_steps) for lane in lanes]
     mine = tables.pop(rank)
     names = sorted({name for table in [mine, *tables] for name in table})
-    reference = {name: np.median([table[name] for table in tables], axis=0) for name in names}
-    excess = {name: mine[name] - reference[name] for name in names}
-    worst = max(names, key=lambda name: excess[name].mean())
+    usual = {name: np.median([table[name] for table in tables], axis=0) for name in names}
     mine_s = {name: float(mine[name].mean()) for name in names}
-    usual_s = {name: float(reference[name].mean()) for name in names}
-    lag_s = mine_s[worst] - usual_s[worst]
+    usual_s = {name: float(usual[name].mean()) for name in names}
+    worst = max(names, key=lambda name: mine_s[name] - usual_s[name])
+    lag_s, lag = mine_s[worst] - usual_s[worst], mine_s[worst] / max(usual_s[worst], 1e-12)
     # Operators that are faster by chance make up for those that are slower by chance.
     total_s, total_usual_s = sum(mine_s.values()), sum(usual_s.values())
     ratio = total_s / max(total_usual_s, 1e-12)
     rest = (total_s - mine_s[worst]) / max(total_usual_s - usual_s[worst], 1e-12)
-    lag = mine_s[worst] / max(usual_s[worst], 1e-12)
     most = float("inf") if worst == LOADER else _MAX_REST
+    scatter_s = np.std(mine[worst] - usual[worst], ddof=1) if num_steps > 1 else 0.0
     is_main = (
         lag_s >= _MAIN_SHARE * (total_s - total_usual_s)
-        and lag > 1
         and rest - 1 <= min(_REST_SHARE * (lag - 1), most)
-        and (num_steps == 1 or lag_s > _STEADY * np.std(excess[worst], ddof=1) / num_steps**0.5)
+        and lag_s > _STEADY * scatter_s / num_steps**0.5
     )
-    spent = f"{format_s(mine_s[worst])} a step against {format_s(usual_s[worst])}"
-    kind: CauseKind = "slow rank"
+    spent = f"{format_s(mine_s[worst])} a step against {format_s(usual_s[worst])} on the others"
     if is_main and worst == LOADER:
-        kind, text = "late loader", f"the loader of rank {rank} is late: {spent} on the others"
-    elif is_main:
-        kind, text = (
-            "slow operator",
-            f"operator {worst} is slow on rank {rank}: {spent} on the others",
+        return DelayCause(
+            "late loader", seconds, rank, None, f"the loader of rank {rank} is late: {spent}"
         )
-    elif ratio < 1 + _ALIKE:
+    if is_main:
+        text = f"operator {worst} is slow on rank {rank}: {spent}"
+        return DelayCause("slow operator", seconds, rank, worst, text)
+    text = f"rank {rank} is slow at everything: {ratio:.2f} times the seconds of the others"
+    if ratio < 1 + _ALIKE:
         text = f"rank {rank} is late in single steps, and as fast as the others over all"
-    else:
-        text = f"rank {rank} is slow at everything: {ratio:.2f} times the seconds of the others"
-    return DelayCause(kind, seconds, rank, worst if kind == "slow operator" else None, text)
+    return DelayCause("slow rank", seconds, rank, None, text)
 
 
 def link_cause(collectives: Sequence[MatchedCollective], exposed_s: float) -> DelayCause:
     """Describes the links' share of a step, with the rate at which they carried gradients."""
     text = f"the links hold up each step for {format_s(exposed_s)} that no computing hides"
-    sizes = [collective.num_bytes for collective in collectives]
-    if None not in sizes:
-        total = sum(size or 0 for size in sizes)
-        busy_s = sum(end_s - start_s for start_s, end_s in merge(c.transfer for c in collectives))
-        if busy_s > 0:
-            text += f", at {format_rate(total / busy_s)} of gradients"
+    sizes = [collective.num_bytes or 0 for collective in collectives]
+    busy_s = sum(end_s - start_s for start_s, end_s in merge(c.transfer for c in collectives))
+    if all(sizes) and busy_s > 0:
+        text += f", at {format_rate(sum(sizes) / busy_s)} of gradients"
     return DelayCause("slow link", exposed_s, None, None, text)
 
 

@@ -11,7 +11,6 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 import numpy as np
 
@@ -75,11 +74,8 @@ def match(traces: Sequence[RankTrace]) -> tuple[list[str], list[MatchedCollectiv
     Raises:
         DataError: ranks share no step, or one has more collectives in a step than another.
     """
-    names = [
-        step.name
-        for step in traces[0].steps
-        if all(any(step.name == other.name for other in trace.steps) for trace in traces)
-    ]
+    common = set.intersection(*({step.name for step in trace.steps} for trace in traces))
+    names = [step.name for step in traces[0].steps if step.name in common]
     if not names:
         tables = "; ".join(f"rank {trace.rank}: {_range(trace.steps)}" for trace in traces)
         raise DataError(
@@ -97,15 +93,16 @@ def match(traces: Sequence[RankTrace]) -> tuple[list[str], list[MatchedCollectiv
                 f"{names[key[0]]}, as on rank {counts.index(max(counts))}, got {min(counts)} on "
                 f"rank {few}; the trace is cut or of another run: record all ranks in one run"
             )
-        for spans in zip(*(groups[key] for groups in by_rank), strict=True):
+        for calls in zip(*(groups[key] for groups in by_rank), strict=True):
+            spans, enqueued_s = zip(*calls, strict=True)
             matched.append(
                 MatchedCollective(
                     kind=key[1],
                     step=key[0],
-                    num_bytes=spans[0][0].num_bytes,
-                    start_s=tuple(span.start_s for span, _ in spans),
-                    end_s=tuple(span.end_s for span, _ in spans),
-                    enqueued_s=tuple(enqueued_s for _, enqueued_s in spans),
+                    num_bytes=spans[0].num_bytes,
+                    start_s=tuple(span.start_s for span in spans),
+                    end_s=tuple(span.end_s for span in spans),
+                    enqueued_s=enqueued_s,
                 )
             )
     if not matched:
@@ -173,20 +170,13 @@ def split_waits(
 
 def share_link(collectives: Sequence[MatchedCollective]) -> list[float]:
     """Seconds of the link that each collective took, where concurrent ones share it equally."""
-    spans = [collective.transfer for collective in collectives]
-    edges = sorted({edge for span in spans for edge in span})
-    shares = [0.0] * len(spans)
-    active: set[int] = set()
-    starts, ends = defaultdict(list), defaultdict(list)
-    for i, (start_s, end_s) in enumerate(spans):
-        starts[start_s].append(i)
-        ends[end_s].append(i)
-    for begin_s, until_s in pairwise(edges):
-        active.update(starts[begin_s])
-        active.difference_update(ends[begin_s])
-        for i in active:
-            shares[i] += (until_s - begin_s) / len(active)
-    return shares
+    spans = np.array([collective.transfer for collective in collectives])
+    edges, index = np.unique(spans, return_inverse=True)
+    starts, ends = index.reshape(spans.shape).T
+    num_active = np.cumsum(np.bincount(starts, minlength=len(edges)) - np.bincount(ends))
+    # By edge, what a collective has had until then that was there from the beginning.
+    shares = np.cumsum(np.diff(edges, prepend=edges[0]) / np.maximum(np.roll(num_active, 1), 1))
+    return (shares[ends] - shares[starts]).tolist()
 
 
 def merge(intervals: Iterable[Interval]) -> list[Interval]:
@@ -220,15 +210,13 @@ def _group(
     trace: RankTrace, names: list[str], *, has_sizes: bool
 ) -> dict[tuple[int, str, int | None], list[tuple[TraceSpan, float]]]:
     bounds = {step.name: (step.start_s, step.end_s) for step in trace.steps}
+    starts_s, ends_s = zip(*(bounds[name] for name in names), strict=True)
     groups = defaultdict(list)
-    steps = [bounds[name] for name in names]
-    starts_s = np.array([start_s for start_s, _ in steps])
     for span, enqueued_s in zip(trace.collectives, trace.enqueued_s, strict=True):
-        step = int(np.searchsorted(starts_s, span.start_s, side="right")) - 1
-        if step >= 0 and span.start_s <= steps[step][1]:
-            groups[step, span.name, span.num_bytes if has_sizes else None].append(
-                (span, enqueued_s)
-            )
+        step = bisect_right(starts_s, span.start_s) - 1
+        if step >= 0 and span.start_s <= ends_s[step]:
+            key = step, span.name, span.num_bytes if has_sizes else None
+            groups[key].append((span, enqueued_s))
     return groups
 
 

@@ -7,9 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import numpy as np
+
 from qsync.diagnosis.causes import DelayCause, find_rank_cause, link_cause
 from qsync.diagnosis.clocks import RankClock
 from qsync.diagnosis.collectives import (
+    Interval,
     MatchedCollective,
     align,
     match,
@@ -18,9 +21,10 @@ from qsync.diagnosis.collectives import (
     split_waits,
 )
 from qsync.diagnosis.job_graph import build_lanes
+from qsync.diagnosis.memory_peaks import find_peaks
 from qsync.diagnosis.traces.reading import RankTrace, read_traces
 from qsync.diagnosis.what_if import TracedJob
-from shared.units import format_s
+from shared.units import format_bytes, format_s
 
 __all__ = ["Diagnosis", "diagnose"]
 
@@ -67,10 +71,6 @@ class Diagnosis:
         """A step's seconds by the replay of the job as it is."""
         return self.job.predict().step_s
 
-    def to_common(self, rank: int, time_s: float) -> float:
-        """The time on rank 0's clock at which a rank's clock reads `time_s`."""
-        return self.clocks[rank].to_common(time_s)
-
     def explain(self) -> str:
         """Says in a few sentences who waits for whom and why."""
         lines = [f"A step takes {format_s(self.step_s)} on {len(self.wait_s)} ranks."]
@@ -80,15 +80,11 @@ class Diagnosis:
             if cause.rank is None:
                 lines.append(f"All ranks wait for the link: {cause.text}.")
                 continue
-            waits_s = [row[cause.rank] for row in self.waits_for_s]
-            least_s = min(_NOTICED * self.step_s, max(waits_s))
-            waiting = ", ".join(
-                f"rank {rank} {format_s(wait_s)}"
-                for rank, wait_s in enumerate(waits_s)
-                if wait_s >= least_s
-            )
+            waits_s = {rank: row[cause.rank] for rank, row in enumerate(self.waits_for_s)}
+            least_s = min(_NOTICED * self.step_s, max(waits_s.values()))
+            waiting = [f"rank {rank} {format_s(s)}" for rank, s in waits_s.items() if s >= least_s]
             lines.append(
-                f"Waiting for rank {cause.rank} in each step: {waiting}, up to "
+                f"Waiting for rank {cause.rank} in each step: {', '.join(waiting)}, up to "
                 f"{format_s(cause.seconds)} of it idle. Cause: {cause.text}."
             )
         for rank, (wait_s, transfer_s) in enumerate(zip(self.wait_s, self.transfer_s, strict=True)):
@@ -97,6 +93,11 @@ class Diagnosis:
                 f"clock {format_s(self.clock_offset_s[rank])} ahead, drifting "
                 f"{self.clock_drift[rank] * 1e6:.0f} us a second"
             )
+            for device, peak in find_peaks(self.traces[rank]).items():
+                lines.append(
+                    f"    {device}: {format_bytes(peak.peak_bytes)} at most, in {peak.operator}; "
+                    f"{format_bytes(peak.kept_bytes)} between steps"
+                )
         path = [
             f"{'' if rank is None else f'rank {rank} '}{name} {format_s(seconds)}"
             for (rank, name), seconds in self.job.predict().critical_s.items()
@@ -122,43 +123,45 @@ def diagnose(paths: Sequence[str | os.PathLike[str]]) -> Diagnosis:
     lanes = build_lanes(traces, names, clocks, collectives)
     job = TracedJob(lanes, collectives)
     num_ranks, num_steps = len(traces), len(names)
-    waits_for_s = [[0.0] * num_ranks for _ in range(num_ranks)]
-    idle_s = [[0.0] * num_ranks for _ in range(num_ranks)]
-    transfer_s, exposed_s = [], []
+    waits_for_s, idle_s = np.zeros((2, num_ranks, num_ranks))
+    transfer_s, exposed_s = np.zeros((2, num_ranks))
     for rank, lane in enumerate(lanes):
         busy = merge((piece.start_s - piece.gap_s, piece.end_s) for piece in lane)
         waits, transfers = split_waits(collectives, rank)
         for last_rank, (start_s, end_s) in waits:
-            seconds = (end_s - start_s) / num_steps
-            waits_for_s[rank][last_rank] += seconds
-            idle_s[rank][last_rank] += seconds - overlap_s(busy, start_s, end_s) / num_steps
-        hidden_s = sum(overlap_s(busy, *transfer) for transfer in transfers) / num_steps
-        transfer_s.append(sum(end_s - start_s for start_s, end_s in transfers) / num_steps)
-        exposed_s.append(transfer_s[-1] - hidden_s)
-    blame_s = [sum(row[rank] for row in waits_for_s) for rank in range(num_ranks)]
-    slowest_rank = max(range(num_ranks), key=lambda rank: blame_s[rank])
-    step_s = job.measured_step_s
+            waits_for_s[rank, last_rank] += (end_s - start_s) / num_steps
+            idle_s[rank, last_rank] += _exposed_s(busy, start_s, end_s) / num_steps
+        for start_s, end_s in transfers:
+            transfer_s[rank] += (end_s - start_s) / num_steps
+            exposed_s[rank] += _exposed_s(busy, start_s, end_s) / num_steps
+    slowest_rank = int(waits_for_s.sum(axis=0).argmax())
     # While others idle, the slowest rank's computing hides transfers that theirs no longer does.
-    for rank in range(num_ranks):
-        idle_s[rank][slowest_rank] += max(0.0, exposed_s[rank] - exposed_s[slowest_rank])
+    idle_s[:, slowest_rank] += np.maximum(exposed_s - exposed_s[slowest_rank], 0.0)
+    noticed_s = _NOTICED * job.measured_step_s
     causes = [
-        find_rank_cause(lanes, rank, max(row[rank] for row in idle_s), num_steps)
-        for rank in range(num_ranks)
+        find_rank_cause(lanes, rank, seconds, num_steps)
+        for rank, seconds in enumerate(idle_s.max(axis=0).tolist())
+        if seconds >= noticed_s
     ]
-    causes.append(link_cause(collectives, min(exposed_s)))
-    noticed = [cause for cause in causes if cause.seconds >= _NOTICED * step_s]
+    if exposed_s.min() >= noticed_s:
+        causes.append(link_cause(collectives, float(exposed_s.min())))
     return Diagnosis(
         clock_offset_s=tuple(clock.offset_s for clock in clocks),
         clock_drift=tuple(clock.drift for clock in clocks),
-        wait_s=tuple(sum(row) for row in waits_for_s),
-        transfer_s=tuple(transfer_s),
-        waits_for_s=tuple(map(tuple, waits_for_s)),
+        wait_s=tuple(waits_for_s.sum(axis=1).tolist()),
+        transfer_s=tuple(transfer_s.tolist()),
+        waits_for_s=tuple(map(tuple, waits_for_s.tolist())),
         slowest_rank=slowest_rank,
-        step_s=step_s,
-        causes=tuple(sorted(noticed, key=lambda cause: -cause.seconds)),
+        step_s=job.measured_step_s,
+        causes=tuple(sorted(causes, key=lambda cause: -cause.seconds)),
         steps=tuple(names),
         traces=tuple(traces),
         clocks=tuple(clocks),
         collectives=tuple(collectives),
         job=job,
     )
+
+
+def _exposed_s(busy: Sequence[Interval], start_s: float, end_s: float) -> float:
+    """Seconds of an interval in which a rank computes nothing."""
+    return end_s - start_s - overlap_s(busy, start_s, end_s)

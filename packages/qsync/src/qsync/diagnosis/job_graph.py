@@ -9,29 +9,31 @@ either it is long or the operator is the first one after all collectives of its 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
+from jaxtyping import Float, Int
 
 from qsync.diagnosis.clocks import RankClock
-from qsync.diagnosis.collectives import MatchedCollective, share_link
+from qsync.diagnosis.collectives import MatchedCollective
 from qsync.diagnosis.traces.events import LOADER
 from qsync.diagnosis.traces.reading import RankTrace
-from shared.topology import Operation
+from shared.topology import Operation, Replay
 
-__all__ = ["GraphCollective", "JobGraph", "LanePiece", "build_lanes", "list_exchanges"]
+__all__ = ["GraphCollective", "JobGraph", "LanePiece", "build_lanes"]
 
 # An operator may start before the thread that ended the collective has written the end down.
 _LATE_END_S = 2e-4
 # Gaps between operators that run on are shorter on an idle core.
 _BLOCKED_S = 1e-4
+_ROUNDING_S = 1e-9
 
 
 class LanePiece(NamedTuple):
-    """An operator on a rank's lane.
+    """An operator on a rank's lane, or the part of one before or after a collective was called.
 
     Attributes:
         step: position of its step.
@@ -67,14 +69,6 @@ class GraphCollective(NamedTuple):
     ready_s: tuple[float, ...]
 
 
-def list_exchanges(collectives: Sequence[MatchedCollective]) -> list[GraphCollective]:
-    """Matched collectives as the graph takes them."""
-    return [
-        GraphCollective(c.kind, c.step, c.num_bytes, seconds, c.enqueued_s)
-        for c, seconds in zip(collectives, share_link(collectives), strict=True)
-    ]
-
-
 def build_lanes(
     traces: Sequence[RankTrace],
     names: Sequence[str],
@@ -85,14 +79,11 @@ def build_lanes(
 
     The time between a step's last operator and the next step's first counts as the loader's.
     """
-    return [
-        _find_waits(
-            _cut_gaps(_place(trace, names, clock), [c.enqueued_s[rank] for c in collectives]),
-            collectives,
-            rank,
-        )
-        for rank, (trace, clock) in enumerate(zip(traces, clocks, strict=True))
-    ]
+    lanes = []
+    for rank, (trace, clock) in enumerate(zip(traces, clocks, strict=True)):
+        calls_s = [collective.enqueued_s[rank] for collective in collectives]
+        lanes.append(_find_waits(_cut(_place(trace, names, clock), calls_s), collectives, rank))
+    return lanes
 
 
 def _place(trace: RankTrace, names: Sequence[str], clock: RankClock) -> list[LanePiece]:
@@ -121,19 +112,21 @@ def _place(trace: RankTrace, names: Sequence[str], clock: RankClock) -> list[Lan
     return pieces
 
 
-def _cut_gaps(pieces: list[LanePiece], ready_s: Sequence[float]) -> list[LanePiece]:
-    """Splits gaps at the moments at which collectives are enqueued."""
-    cut: list[LanePiece] = []
-    times_s, position = sorted(ready_s), 0
-    for piece in pieces:
-        begin_s = piece.start_s - piece.gap_s
-        while position < len(times_s) and times_s[position] < piece.start_s:
-            if times_s[position] > begin_s:
-                gap_s = times_s[position] - begin_s
-                cut.append(piece._replace(start_s=times_s[position], gap_s=gap_s, busy_s=0.0))
-                begin_s = times_s[position]
-            position += 1
-        cut.append(piece._replace(gap_s=piece.start_s - begin_s))
+def _cut(pieces: Iterable[LanePiece], calls_s: Iterable[float]) -> list[LanePiece]:
+    """Cuts gaps and operators at the moments at which collectives are called."""
+    cut, times_s = [], sorted(calls_s)
+    for whole in pieces:
+        piece = whole
+        first = bisect_right(times_s, whole.start_s - whole.gap_s)
+        for time_s in times_s[first : bisect_left(times_s, whole.end_s)]:
+            if time_s < piece.start_s:
+                gap_s = max(time_s - piece.start_s + piece.gap_s, 0.0)
+                cut.append(piece._replace(start_s=time_s, gap_s=gap_s, busy_s=0.0, num_bytes=None))
+                piece = piece._replace(gap_s=piece.start_s - time_s, behind=())
+            else:
+                cut.append(piece._replace(busy_s=time_s - piece.start_s))
+                piece = LanePiece(whole.step, whole.name, time_s, 0.0, whole.end_s - time_s)
+        cut.append(piece)
     return cut
 
 
@@ -143,118 +136,94 @@ def _find_waits(
     """Sets what pieces wait for, and takes the waiting out of their gaps."""
     starts_s = [piece.start_s for piece in pieces]
     ends_s = [max(collective.end_s[rank], collective.transfer[0]) for collective in collectives]
-    last = {}
-    for i, collective in enumerate(collectives):
-        if collective.step not in last or ends_s[i] > ends_s[last[collective.step]]:
-            last[collective.step] = i
+    last: dict[int, int] = {}
+    for i in sorted(range(len(ends_s)), key=ends_s.__getitem__):
+        last[collectives[i].step] = i
     behind: dict[int, list[int]] = {}
     for i, collective in enumerate(collectives):
-        place = bisect_right(starts_s, max(ends_s[i] - _LATE_END_S, collective.transfer[0]))
-        if place == len(pieces):
+        position = bisect_right(starts_s, max(ends_s[i] - _LATE_END_S, collective.transfer[0]))
+        if position == len(pieces):
             continue
-        before_s = pieces[place].start_s - pieces[place].gap_s
-        is_blocked = ends_s[i] - before_s >= _BLOCKED_S
-        if is_blocked or last[collective.step] == i:
-            behind.setdefault(place, []).append(i)
-    for place, waited in behind.items():
-        piece = pieces[place]
+        before_s = pieces[position].start_s - pieces[position].gap_s
+        if ends_s[i] - before_s >= _BLOCKED_S or last[collective.step] == i:
+            behind.setdefault(position, []).append(i)
+    for position, waited in behind.items():
+        piece = pieces[position]
         gap_s = max(0.0, piece.start_s - max(collectives[i].transfer[1] for i in waited))
-        pieces[place] = piece._replace(gap_s=min(piece.gap_s, gap_s), behind=tuple(waited))
+        pieces[position] = piece._replace(gap_s=min(piece.gap_s, gap_s), behind=tuple(waited))
     return pieces
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobGraph:
-    """Operations to replay, and the arrays from which their durations are made.
+    """What is replayed, and the arrays from which its durations are made.
 
     Attributes:
-        operations: operators by rank, then collectives.
-        ranks, steps: of each operator, [operators].
-        names: of each operator.
+        replay: operators by rank, then collectives.
+        pieces: the operators.
+        ranks, names: of each operator.
         gap_s, busy_s: of each operator.
         exchanges: the collectives.
-        step_ends: by rank, the operator that ends each step, [steps].
+        labels: rank and operator, or None and kind of collective, by the name of each operation.
+        step_ends: the operator that ends each step, [ranks, steps].
     """
 
-    operations: list[Operation]
-    ranks: np.ndarray
-    steps: np.ndarray
-    names: list[str]
-    gap_s: np.ndarray
-    busy_s: np.ndarray
-    exchanges: list[GraphCollective]
-    step_ends: list[list[int]]
+    replay: Replay
+    pieces: list[LanePiece]
+    ranks: Int[np.ndarray, " operators"]
+    names: np.ndarray
+    gap_s: Float[np.ndarray, " operators"]
+    busy_s: Float[np.ndarray, " operators"]
+    exchanges: Sequence[GraphCollective]
+    labels: dict[Hashable, tuple[int | None, str]]
+    step_ends: Int[np.ndarray, "ranks steps"]
 
     @classmethod
     def build(
-        cls,
-        lanes: Sequence[Sequence[LanePiece]],
-        exchanges: Sequence[GraphCollective],
-        waits: Sequence[Sequence[tuple[int, ...]]],
+        cls, lanes: Sequence[Sequence[LanePiece]], exchanges: Sequence[GraphCollective]
     ) -> JobGraph:
-        """Cuts operators where they hand over a collective, and links all.
+        """Cuts operators where they call a collective, and links all.
 
         Args:
-            lanes: pieces by rank.
+            lanes: pieces by rank; they wait for positions in `exchanges`.
             exchanges: collectives in the order in which they take the link.
-            waits: by rank and piece, positions in `exchanges` that the piece waits for.
         """
         origin_s = min(lane[0].start_s - lane[0].gap_s for lane in lanes)
         operations: list[Operation] = []
-        rows: list[tuple[int, int, str, float, float]] = []
-        handed: list[dict[object, float]] = [{} for _ in exchanges]
-        step_ends: list[list[int]] = []
+        pieces: list[LanePiece] = []
+        labels: dict[Hashable, tuple[int | None, str]] = {}
+        callers: list[list[int]] = [[] for _ in exchanges]
+        step_ends = []
         for rank, lane in enumerate(lanes):
-            ready = sorted((exchange.ready_s[rank], i) for i, exchange in enumerate(exchanges))
-            begin_s = lane[0].start_s - lane[0].gap_s
-            previous_s, position = begin_s, 0
-            ends: dict[int, int] = {}
-            for piece, behind in zip(lane, waits[rank], strict=True):
-                # Collectives called before this operator follow the one before it, with a lag.
-                while position < len(ready) and ready[position][0] < piece.start_s:
-                    if rows and rows[-1][0] == rank:
-                        lag_s = max(0.0, ready[position][0] - previous_s)
-                        handed[ready[position][1]][len(rows) - 1] = lag_s
-                    position += 1
-                gap_s, start_s = piece.gap_s, piece.start_s
-                after: tuple[object, ...] = tuple(("exchange", i) for i in behind)
-                earliest_s = 0.0 if ends else begin_s - origin_s
-                while True:
-                    is_cut = position < len(ready) and ready[position][0] < piece.end_s
-                    cut_s = ready[position][0] if is_cut else piece.end_s
-                    name = len(rows)
-                    rows.append((rank, piece.step, piece.name, gap_s, max(cut_s - start_s, 0.0)))
-                    operations.append(
-                        Operation(
-                            name,
-                            f"rank {rank}",
-                            gap_s + max(cut_s - start_s, 0.0),
-                            after,
-                            earliest_s,
-                        )
-                    )
-                    if not is_cut:
-                        break
-                    while position < len(ready) and ready[position][0] <= cut_s:
-                        handed[ready[position][1]][name] = 0.0
-                        position += 1
-                    gap_s, start_s, after, earliest_s = 0.0, cut_s, (), 0.0
-                ends[piece.step] = len(rows) - 1
-                previous_s = piece.end_s
-            for _, i in ready[position:]:
-                handed[i][len(rows) - 1] = 0.0
-            step_ends.append([ends[step] for step in sorted(ends)])
+            parts = _cut(lane, [exchange.ready_s[rank] for exchange in exchanges])
+            begin, begin_s = len(pieces), parts[0].start_s - parts[0].gap_s - origin_s
+            for i, piece in enumerate(parts, begin):
+                after = tuple(("exchange", j) for j in piece.behind)
+                seconds = piece.gap_s + piece.busy_s
+                earliest_s = begin_s if i == begin else 0.0
+                operations.append(Operation(i, f"rank {rank}", seconds, after, earliest_s))
+                labels[i] = rank, piece.name
+            # What rounding puts a little after the call still ends with it.
+            ends_s = [piece.end_s - _ROUNDING_S for piece in parts]
+            for j, exchange in enumerate(exchanges):
+                if (position := bisect_right(ends_s, exchange.ready_s[rank])) > 0:
+                    callers[j].append(begin + position - 1)
+            step_ends.append(
+                [begin + i for i in {piece.step: i for i, piece in enumerate(parts)}.values()]
+            )
+            pieces += parts
         links = tuple(f"rank {rank} link" for rank in range(len(lanes)))
-        for i, exchange in enumerate(exchanges):
-            operations.append(Operation(("exchange", i), links, exchange.seconds, handed[i]))
-        ranks, steps, names, gap_s, busy_s = zip(*rows, strict=True)
+        for j, exchange in enumerate(exchanges):
+            operations.append(Operation(("exchange", j), links, exchange.seconds, callers[j]))
+            labels["exchange", j] = None, exchange.kind
         return cls(
-            operations=operations,
-            ranks=np.array(ranks),
-            steps=np.array(steps),
-            names=list(names),
-            gap_s=np.array(gap_s),
-            busy_s=np.array(busy_s),
-            exchanges=list(exchanges),
-            step_ends=step_ends,
+            replay=Replay(operations),
+            pieces=pieces,
+            ranks=np.array([rank for rank, _ in labels.values() if rank is not None]),
+            names=np.array([piece.name for piece in pieces]),
+            gap_s=np.array([piece.gap_s for piece in pieces]),
+            busy_s=np.array([piece.busy_s for piece in pieces]),
+            exchanges=exchanges,
+            labels=labels,
+            step_ends=np.array(step_ends),
         )

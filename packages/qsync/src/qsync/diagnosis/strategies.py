@@ -9,7 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+
+import numpy as np
 
 from qsync.diagnosis.diagnose import Diagnosis
 from qsync.diagnosis.what_if import JobChange, JobForecast
@@ -28,20 +29,8 @@ _BUCKETS_MIB = (1, 2, 5, 10, 25, 50, 100)
 _BLOCK_SHARES = (0.25, 0.5, 1.0)
 
 
-class Proposal(NamedTuple):
-    """A change and what a user does for it.
-
-    Attributes:
-        change: the change.
-        text: what to do.
-        saved_share: share of activations that it saves.
-        is_same_batch: whether the optimizer still sees gradients of the same batches.
-    """
-
-    change: JobChange
-    text: str
-    saved_share: float = 0.0
-    is_same_batch: bool = True
+Proposal = tuple[JobChange, str]
+"""A change, on top of those chosen so far, and what a user does for it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,24 +59,22 @@ STRATEGIES: Registry[str, Callable[[AdviceState], Iterator[Proposal]]] = Registr
 def lower_precision(state: AdviceState) -> Iterator[Proposal]:
     """Lowers products of one rank on the critical path, as far as it is slower than the others."""
     graph, path = state.forecast.graph, state.forecast.critical_s
-    seconds = graph.gap_s + graph.busy_s
-    totals_s = [seconds[graph.ranks == r].sum() for r in range(state.diagnosis.job.num_ranks)]
+    totals_s = np.bincount(graph.ranks, graph.gap_s + graph.busy_s)
     for rank in sorted({rank for rank, _ in path if rank is not None}):
         names = sorted({name for other, name in path if other == rank and _PRODUCTS.search(name)})
         if not names or any(other == rank for other, _ in state.change.operator_speed):
             continue
-        chosen = (graph.ranks == rank) & [name in names for name in graph.names]
-        others_s = max(total_s for other, total_s in enumerate(totals_s) if other != rank)
-        excess = float((totals_s[rank] - others_s) / graph.busy_s[chosen].sum())
-        if excess <= 0:
+        chosen = (graph.ranks == rank) & np.isin(graph.names, names)
+        excess_s = totals_s[rank] - np.delete(totals_s, rank).max()
+        share = max(_BEST_SHARE, 1 - float(excess_s / graph.busy_s[chosen].sum()))
+        if share >= 1:
             continue
-        share = max(_BEST_SHARE, 1 - excess)
         speeds = {**state.change.operator_speed, **{(rank, name): 1 / share for name in names}}
-        yield Proposal(
-            replace(state.change, operator_speed=speeds),
+        text = (
             f"run {', '.join(names)} of rank {rank} in a lower precision, at {share:.0%} of their "
-            "time (qsync.plan chooses which)",
+            "time (qsync.plan chooses which)"
         )
+        yield replace(state.change, operator_speed=speeds), text
 
 
 def resize_buckets(state: AdviceState) -> Iterator[Proposal]:
@@ -106,48 +93,39 @@ def resize_buckets(state: AdviceState) -> Iterator[Proposal]:
         option for option in reversed(options) if option[2].step_s <= _ABOUT * least_s
     )
     note = f" ({forecast.note})" if forecast.note else ""
-    yield Proposal(change, f"give DDP bucket_cap_mb={size}{note}")
+    yield change, f"give DDP bucket_cap_mb={size}{note}"
 
 
 def halve_gradients(state: AdviceState) -> Iterator[Proposal]:
     """Sends gradients in bf16."""
     if state.has_critical_sum and state.change.gradient_share == 1:
-        yield Proposal(
-            replace(state.change, gradient_share=0.5),
-            "all-reduce gradients in bf16 by a communication hook",
-        )
+        change = replace(state.change, gradient_share=0.5)
+        yield change, "all-reduce gradients in bf16 by a communication hook"
 
 
 def accumulate(state: AdviceState) -> Iterator[Proposal]:
     """All-reduces gradients of two batches at once."""
     if state.has_critical_sum and state.change.accumulation == 1:
-        yield Proposal(
-            replace(state.change, accumulation=2),
+        text = (
             "accumulate gradients of two batches under no_sync: this doubles the global batch, so "
-            "that the learning rate has to be chosen anew",
-            is_same_batch=False,
+            "that the learning rate has to be chosen anew"
         )
+        yield replace(state.change, accumulation=2), text
 
 
 def recompute(state: AdviceState) -> Iterator[Proposal]:
     """Runs a part of the forward pass twice in place of keeping its activations."""
     for share in _BLOCK_SHARES:
         if share > state.change.recompute_share:
-            yield Proposal(
-                replace(state.change, recompute_share=share),
-                f"recompute {share:.0%} of the blocks (torch.utils.checkpoint)",
-                share - float(state.change.recompute_share),
-            )
+            change = replace(state.change, recompute_share=share)
+            yield change, f"recompute {share:.0%} of the blocks (torch.utils.checkpoint)"
 
 
 def halve_batch(state: AdviceState) -> Iterator[Proposal]:
     """Cuts each batch into twice as many micro-batches."""
     parts = state.change.micro_batches * 2
-    yield Proposal(
-        replace(state.change, micro_batches=parts),
-        f"cut each batch into {parts} micro-batches, under no_sync but for the last",
-        1 / state.change.micro_batches - 1 / parts,
-    )
+    change = replace(state.change, micro_batches=parts)
+    yield change, f"cut each batch into {parts} micro-batches, under no_sync but for the last"
 
 
 STRATEGIES.add("precision", lower_precision, "computation: products of a rank in fewer bits")

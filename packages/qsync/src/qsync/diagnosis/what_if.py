@@ -10,16 +10,15 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import cast
 
 import numpy as np
 
 from qsync.diagnosis.buckets import is_backward, rebucket
-from qsync.diagnosis.collectives import MatchedCollective
-from qsync.diagnosis.job_graph import JobGraph, LanePiece, list_exchanges
+from qsync.diagnosis.collectives import MatchedCollective, share_link
+from qsync.diagnosis.job_graph import GraphCollective, JobGraph, LanePiece
 from qsync.diagnosis.traces.events import LOADER
-from shared.errors import ConfigError, DataError
-from shared.topology import Link, Replay, Timeline, fit_link
+from shared.errors import ConfigError
+from shared.topology import Link, Timeline, fit_link
 
 __all__ = ["JobChange", "JobForecast", "TracedJob"]
 
@@ -71,6 +70,11 @@ class JobChange:
                 f"recompute_share: expected 0 to 1, got {self.recompute_share}; 0 is no change"
             )
 
+    @property
+    def activation_share(self) -> float:
+        """Share of activations that is kept at a time."""
+        return (1 - self.recompute_share) / self.micro_batches
+
 
 @dataclass(frozen=True, kw_only=True)
 class JobForecast:
@@ -93,11 +97,8 @@ class JobForecast:
         """Seconds a step on the critical path, by rank and operator, or None and collective."""
         seconds: dict[tuple[int | None, str], float] = defaultdict(float)
         for step in self.timeline.critical_path:
-            if isinstance(step.name, int):
-                key = int(self.graph.ranks[step.name]), self.graph.names[step.name]
-            else:
-                key = None, self.graph.exchanges[cast("tuple[str, int]", step.name)[1]].kind
-            seconds[key] += (step.end_s - step.start_s) / len(self.graph.step_ends[0])
+            label = self.graph.labels[step.name]
+            seconds[label] += (step.end_s - step.start_s) / self.graph.step_ends.shape[1]
         return dict(sorted(seconds.items(), key=lambda item: -item[1]))
 
 
@@ -117,42 +118,30 @@ class TracedJob:
         self, lanes: Sequence[Sequence[LanePiece]], collectives: Sequence[MatchedCollective]
     ) -> None:
         self.lanes = lanes
-        self.exchanges = list_exchanges(collectives)
-        self._built: dict[int | None, tuple[JobGraph, Replay]] = {}
-
-    @property
-    def num_ranks(self) -> int:
-        """Number of ranks."""
-        return len(self.lanes)
+        self.exchanges = [
+            GraphCollective(c.kind, c.step, c.num_bytes, seconds, c.enqueued_s)
+            for c, seconds in zip(collectives, share_link(collectives), strict=True)
+        ]
+        self._graphs: dict[int | None, JobGraph] = {}
 
     @cached_property
     def measured_step_s(self) -> float:
         """Seconds a step as traced, from the first step's end to the last one's."""
-        graph, _ = self._build(None)
-        num_steps = len(graph.step_ends[0])
-        ends_s = [self._step_ends_s(lane) for lane in self.lanes]
-        if num_steps == 1:
-            return max(e[-1] for e in ends_s) - min(p[0].start_s - p[0].gap_s for p in self.lanes)
-        return float(np.mean([(e[-1] - e[0]) / (num_steps - 1) for e in ends_s]))
+        graph = self._build(None)
+        begin_s = min(lane[0].start_s - lane[0].gap_s for lane in self.lanes)
+        return _average_step_s(graph, np.array([p.end_s for p in graph.pieces]) - begin_s)
 
     @cached_property
     def link(self) -> Link:
-        """The links' latency and rate, fitted to the medians of collectives of equal size.
+        """The links' latency and rate, fitted to the medians of all-reduces of equal size.
 
-        One size tells no latency: it counts as rate.
-
-        Raises:
-            DataError: the trace has no sizes.
+        One size tells no latency: it counts as rate. Without sizes nothing is told of the links.
         """
         medians = self._medians_s
-        if not medians:
-            raise DataError(
-                "expected all-reduces of known sizes, got none; record shapes (record_shapes=True)"
-            )
-        if len(medians) == 1:
-            ((size, seconds),) = medians.items()
-            return Link(alpha_s=0.0, beta_s_per_byte=seconds / size)
-        return fit_link(list(medians.items()), is_quiet=True).link
+        if len(medians) > 1:
+            return fit_link(list(medians.items()), is_quiet=True).link
+        size, seconds = next(iter(medians.items()), (1, 0.0))
+        return Link(alpha_s=0.0, beta_s_per_byte=seconds / size)
 
     @cached_property
     def _medians_s(self) -> dict[int, float]:
@@ -175,17 +164,14 @@ class TracedJob:
         """
         change = change or JobChange()
         self._check(change)
-        graph, replay = self._build(change.bucket_bytes)
+        graph = self._build(change.bucket_bytes)
         durations_s = self._durations(graph, change)
-        timeline = replay.run(durations_s)
-        step_s = self._step_s(graph, timeline)
+        timeline = graph.replay.run(durations_s)
+        step_s = _average_step_s(graph, timeline.end_s)
         if change.accumulation > 1:
             # Steps without an all-reduce run on; the last of each round waits as before.
-            num_operators = len(graph.names)
-            free_s = max(
-                durations_s[:num_operators][graph.ranks == rank].sum()
-                for rank in range(self.num_ranks)
-            ) / len(graph.step_ends[0])
+            busy_s = np.bincount(graph.ranks, durations_s[: len(graph.pieces)])
+            free_s = busy_s.max() / graph.step_ends.shape[1]
             step_s = ((change.accumulation - 1) * free_s + step_s) / change.accumulation
         needs_link = change.bucket_bytes or change.link_speed != 1 or change.gradient_share != 1
         note = ""
@@ -195,9 +181,10 @@ class TracedJob:
 
     def _check(self, change: JobChange) -> None:
         for rank in [*change.rank_speed, *(rank for rank, _ in change.operator_speed)]:
-            if rank is not None and not 0 <= rank < self.num_ranks:
+            if rank is not None and not 0 <= rank < len(self.lanes):
                 raise ConfigError(
-                    f"expected a rank from 0 to {self.num_ranks - 1}, got {rank}; name one of these"
+                    f"expected a rank from 0 to {len(self.lanes) - 1}, got {rank}; name one of "
+                    "these"
                 )
         known = {piece.name for lane in self.lanes for piece in lane}
         for _, name in change.operator_speed:
@@ -207,74 +194,51 @@ class TracedJob:
                     f"{', '.join(sorted(known))}"
                 )
 
-    def _build(self, bucket_bytes: int | None) -> tuple[JobGraph, Replay]:
-        if bucket_bytes not in self._built:
-            exchanges = self.exchanges
-            waits = [[piece.behind for piece in lane] for lane in self.lanes]
+    def _build(self, bucket_bytes: int | None) -> JobGraph:
+        if bucket_bytes not in self._graphs:
+            lanes, exchanges = self.lanes, self.exchanges
             if bucket_bytes is not None:
-                exchanges, waits = rebucket(self.lanes, self.exchanges, self.link, bucket_bytes)
-            graph = JobGraph.build(self.lanes, exchanges, waits)
-            self._built[bucket_bytes] = graph, Replay(graph.operations)
-        return self._built[bucket_bytes]
+                lanes, exchanges = rebucket(lanes, exchanges, self.link, bucket_bytes)
+            self._graphs[bucket_bytes] = JobGraph.build(lanes, exchanges)
+        return self._graphs[bucket_bytes]
 
     def _durations(self, graph: JobGraph, change: JobChange) -> np.ndarray:
         gap_s, busy_s = graph.gap_s.copy(), graph.busy_s.copy()
-        names = np.array(graph.names)
         for (rank, name), speed in change.operator_speed.items():
-            chosen = names == name
+            chosen = graph.names == name
             busy_s[chosen if rank is None else chosen & (graph.ranks == rank)] /= speed
         for rank, speed in change.rank_speed.items():
             gap_s[graph.ranks == rank] /= speed
             busy_s[graph.ranks == rank] /= speed
         if change.micro_batches > 1 or change.recompute_share:
-            busy_s = self._repeat(graph, gap_s, busy_s, change)
+            _repeat(graph, gap_s, busy_s, change)
         seconds = np.array([exchange.seconds for exchange in graph.exchanges])
-        if change.link_speed != 1 or change.gradient_share != 1:
-            alpha_s = np.minimum(seconds, self._alpha_s)
-            is_sum = np.array([exchange.kind == "allreduce" for exchange in graph.exchanges])
-            share = np.where(is_sum, float(change.gradient_share), 1.0) / float(change.link_speed)
-            seconds = alpha_s + (seconds - alpha_s) * share
-        return np.concatenate([gap_s + busy_s, seconds])
+        alpha_s = np.minimum(seconds, self.link.alpha_s)
+        is_sum = np.array([exchange.kind == "allreduce" for exchange in graph.exchanges])
+        share = np.where(is_sum, float(change.gradient_share), 1.0) / float(change.link_speed)
+        return np.concatenate([gap_s + busy_s, alpha_s + (seconds - alpha_s) * share])
 
-    @property
-    def _alpha_s(self) -> float:
-        try:
-            return float(self.link.alpha_s)
-        except DataError:
-            return 0.0
 
-    def _repeat(
-        self, graph: JobGraph, gap_s: np.ndarray, busy_s: np.ndarray, change: JobChange
-    ) -> np.ndarray:
-        """Own seconds when batches are cut, or parts of the forward pass run twice."""
-        names = np.array(graph.names)
-        backward = np.array([is_backward(name) for name in graph.names])
-        busy_s, parts = busy_s.copy(), change.micro_batches
-        for rank in range(self.num_ranks):
-            for step in range(len(graph.step_ends[0])):
-                mine = np.flatnonzero((graph.ranks == rank) & (graph.steps == step))
-                back = mine[backward[mine]]
-                if not len(back):
-                    continue
-                ahead = mine[(mine < back[0]) & (names[mine] != LOADER)]
-                if not len(ahead):
-                    continue
-                ahead_s, back_s = busy_s[ahead].sum(), busy_s[back].sum()
-                launch_s = gap_s[ahead].sum() + gap_s[back].sum()
-                # All micro-batches but the last run before any gradient is ready.
-                busy_s[back] /= parts
-                busy_s[back[0]] += change.recompute_share * ahead_s
-                busy_s[ahead[-1]] += (1 - 1 / parts) * back_s + (parts - 1) * launch_s
-        return busy_s
+def _repeat(graph: JobGraph, gap_s: np.ndarray, busy_s: np.ndarray, change: JobChange) -> None:
+    """Changes own seconds where batches are cut, or parts of the forward pass run twice."""
+    backward = np.array([is_backward(piece.name) for piece in graph.pieces])
+    parts, ends = change.micro_batches, graph.step_ends.ravel() + 1
+    for mine in np.split(np.arange(ends[-1]), ends[:-1]):
+        back = mine[backward[mine]]
+        ahead = mine[(np.cumsum(backward[mine]) == 0) & (graph.names[mine] != LOADER)]
+        if not (len(back) and len(ahead)):
+            continue
+        ahead_s, back_s = busy_s[ahead].sum(), busy_s[back].sum()
+        launch_s = gap_s[ahead].sum() + gap_s[back].sum()
+        # All micro-batches but the last run before any gradient is ready.
+        busy_s[back] /= parts
+        busy_s[back[0]] += change.recompute_share * ahead_s
+        busy_s[ahead[-1]] += (1 - 1 / parts) * back_s + (parts - 1) * launch_s
 
-    def _step_s(self, graph: JobGraph, timeline: Timeline) -> float:
-        num_steps = len(graph.step_ends[0])
-        if num_steps == 1:
-            return timeline.makespan_s
-        ends_s = timeline.end_s[np.array(graph.step_ends)]
-        return float(np.mean(ends_s[:, -1] - ends_s[:, 0])) / (num_steps - 1)
 
-    @staticmethod
-    def _step_ends_s(lane: Sequence[LanePiece]) -> list[float]:
-        ends = {piece.step: piece.end_s for piece in lane}
-        return [ends[step] for step in sorted(ends)]
+def _average_step_s(graph: JobGraph, end_s: np.ndarray) -> float:
+    """Seconds a step, from the first step's end to the last one's, by ends of operations."""
+    ends_s = end_s[graph.step_ends]
+    if ends_s.shape[1] == 1:
+        return float(end_s.max())
+    return float(np.mean(ends_s[:, -1] - ends_s[:, 0])) / (ends_s.shape[1] - 1)

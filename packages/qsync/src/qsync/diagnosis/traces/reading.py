@@ -15,7 +15,7 @@ from qsync.diagnosis.traces.events import MemorySample, TraceSpan, collect_field
 from shared.errors import DataError
 from shared.files import check_not_empty, read_text
 
-__all__ = ["RankTrace", "read_trace", "read_traces"]
+__all__ = ["RankTrace", "read_traces"]
 
 _WHAT = "a trace of torch.profiler"
 _CUT = "record it again, and let export_chrome_trace return before the process ends"
@@ -98,18 +98,6 @@ def read_traces(paths: Sequence[str | os.PathLike[str]]) -> list[RankTrace]:
             f"trace of rank {', '.join(map(str, missing))}"
         )
     return [by_rank[rank] for rank in range(world_size)]
-
-
-def read_trace(path: str | os.PathLike[str]) -> RankTrace:
-    """Reads the trace of one rank.
-
-    Args:
-        path: a .json or .json.gz file that `torch.profiler` exported.
-
-    Raises:
-        DataError: the file cannot be read or is cut, or the trace has no collectives.
-    """
-    return _read(os.fspath(path), None)[0]
 
 
 def _read(path: str, origin_ns: int | None) -> tuple[RankTrace, int]:
