@@ -27,7 +27,7 @@ class PlantedDelay:
         loader_s: seconds that this rank's loader sleeps for each batch.
         rows: rows of a batch.
         num_layers: hidden layers of 1 MB of weights.
-        bucket_mb: DDP's buckets.
+        bucket_mb: DDP's buckets; its default if None: 25 MiB, the first one 1 MiB.
         has_bf16_gradients: whether gradients travel in bf16.
         accumulation: batches whose gradients are added up before they are all-reduced.
     """
@@ -37,7 +37,7 @@ class PlantedDelay:
     loader_s: float = 0.0
     rows: int = 256
     num_layers: int = 6
-    bucket_mb: float = 2
+    bucket_mb: float | None = 2
     has_bf16_gradients: bool = False
     accumulation: int = 1
 
