@@ -73,6 +73,7 @@ def bench(yard, *arguments, ours=1.0):
     )
 
 
+@pytest.mark.slow
 def test_kept_runs_are_appended_and_a_part_of_a_benchmark_keeps_the_rest(tmp_path):
     yard = planted_yard(tmp_path)
     results = yard / "bench/results"

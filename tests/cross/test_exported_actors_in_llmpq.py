@@ -56,6 +56,7 @@ def generate(plan, folder, ids):
         return pipe.generate(ids, max_new_tokens=NEW_TOKENS)
 
 
+@pytest.mark.slow
 def test_an_exported_actor_is_planned_and_run(folder):
     spec = llmpq.ModelSpec.from_hf(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

@@ -59,6 +59,7 @@ def train(folder, saved, resumes):
     return losses
 
 
+@pytest.mark.slow
 def test_other_numbers_of_parts_resume_what_two_have_saved(folders, tmp_path):
     saved = str(tmp_path / "saved")
     with RankPool(2) as pool:

@@ -23,6 +23,7 @@ def test_the_demo_reports_acceptable_claims_and_a_picture(tmp_path):
     assert "<svg" in result.pictures()[0].read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.unchecked
 @pytest.mark.usefixtures("template")
 def test_strategies_train_alike_and_send_what_is_predicted(tmp_path, monkeypatch):

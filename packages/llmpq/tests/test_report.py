@@ -37,6 +37,7 @@ def answer_in_turns(folder):
     return compare_plans(PLANS, folder, IDS, mask, new_tokens=NEW_TOKENS, rounds=2)
 
 
+@pytest.mark.slow
 def test_plans_answer_in_turns_as_one_process_does(tmp_path):
     folder = make("llama", tmp_path / "llama")
     with RankPool(2) as pool:

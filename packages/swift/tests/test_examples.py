@@ -62,6 +62,7 @@ def test_every_example_is_tested():
     assert [path.name for path in EXAMPLES.glob("*.py") if path.name not in text] == []
 
 
+@pytest.mark.slow
 def test_the_readmes_script_trains(driver, tmp_path):
     (block,) = re.findall(
         r"^```py\n(.*?)^```", (HOME / "README.md").read_text(), re.DOTALL | re.MULTILINE

@@ -64,6 +64,7 @@ def quickest(profiles):
     return [min((one.replay_s[rank] for one in profiles), default=math.inf) for rank in range(2)]
 
 
+@pytest.mark.slow
 def test_profile_of_sleeping_stages(tmp_path):
     with RankPool(2) as pool:
         profiles, others = pool.run(measured, tmp_path).results

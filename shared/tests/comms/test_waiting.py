@@ -98,6 +98,7 @@ def gradients_and_waits() -> tuple[list[torch.Tensor], list[torch.Tensor], int]:
     return plain, waited, num_waits
 
 
+@pytest.mark.slow
 def test_fsdp_waits_so_for_all_its_messages():
     with RankPool(2) as pool:
         results = pool.run(gradients_and_waits).results

@@ -218,6 +218,7 @@ def check_weights(state, weights):
         torch.testing.assert_close(state[name], value, rtol=1e-6, atol=1e-8)
 
 
+@pytest.mark.slow
 def test_strategies_change_between_steps_and_states_are_resumed(ranks, tmp_path):
     found = ranks.run(trained_with_adamw, str(tmp_path), candidates()).results
     losses, weights = expected_of_adamw()
@@ -411,6 +412,7 @@ def largest_documents():
     ]
 
 
+@pytest.mark.slow
 def test_a_candidates_cap_holds_as_far_as_its_ranks_hold_tokens(ranks):
     # Tensor-parallel ranks hold the same tokens, the others share them.
     assert ranks.run(largest_documents).results[0] == [80, 20, 12]

@@ -57,6 +57,7 @@ def test_losses_and_weights_are_those_without_a_plan(name, tmp_path):
     assert not any("forward" in vars(module) for module in model.modules())
 
 
+@pytest.mark.slow
 def test_a_budget_is_planned_for_on_the_first_batch(tmp_path, caplog):
     """With dropout, and in an order that is drawn: whatever planning draws would show."""
     losses, state = plain_run("gpt2")

@@ -15,6 +15,7 @@ from shared.topology.device import PRESETS
 pytestmark = pytest.mark.unchecked  # many plans are looked at: checks would take minutes
 
 
+@pytest.mark.slow
 def test_longer_sequences_pay_until_nothing_fits_and_the_longest_is_told(analysis):
     budget = Budget(device="500MiB", store="60MiB")
     found = fit(analysis, budget, [1024, 1 << 20])

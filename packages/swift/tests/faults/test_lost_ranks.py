@@ -44,6 +44,7 @@ def check(folder, expected, num_failures):
     return told
 
 
+@pytest.mark.slow
 def test_twelve_kills_in_one_run_leave_every_state_as_it_was(driver, tmp_path, undisturbed):
     # By the last one the others have updated two buckets.
     last = {

@@ -195,6 +195,7 @@ def test_a_start_that_fails_leaves_other_pools_alone(monkeypatch):
         assert pool.run(int, "3").results == [3]
 
 
+@pytest.mark.slow
 def test_a_template_may_start_for_longer_than_a_message_may_take(monkeypatch):
     monkeypatch.setenv("MESHYARD_TESTED", "a template that imports torch for seconds")
     with RankPool(1, timeout=timedelta(seconds=1)) as pool:
