@@ -342,6 +342,36 @@ def test_drift_is_noticed_and_a_run_goes_on_by_a_new_plan(pool):
     assert all(torch.equal(a, b) for a, b in zip(first[4], second[4], strict=True))
 
 
+class _Steps(list):
+    record = list.append
+
+
+def _watch():
+    """Steps that are watched, of which one micro-batch is not summed and one is an evaluation."""
+
+    def sum_late(_state, bucket):
+        def wait(future):
+            time.sleep(0.1)
+            return future.value()[0]
+
+        return distributed.all_reduce(bucket.buffer(), async_op=True).get_future().then(wait)
+
+    ddp = qsync.DDP(_build())
+    ddp.drift = steps_s = _Steps()
+    ddp.register_comm_hook(None, sum_late)
+    with ddp.no_sync():
+        _mean_square(ddp, _batch(0)).backward()
+    _mean_square(ddp, _batch(0)).backward()
+    _mean_square(ddp.eval(), _batch(0)).backward()
+    return list(steps_s)
+
+
+def test_a_watched_step_ends_when_its_gradients_are_summed(pool):
+    for steps_s in pool.run(_watch).results:
+        assert len(steps_s) == 1
+        assert steps_s[0] >= 0.1
+
+
 def _shard():
     mesh = Group.world().device_mesh()
 
