@@ -12,7 +12,7 @@ import qsync
 from qsync.planner.plan import RankPlan
 from shared.comms.group import Group
 from shared.comms.launch import RankPool
-from shared.errors import ConfigError
+from shared.errors import CommError, ConfigError
 
 
 @pytest.fixture(scope="module")
@@ -233,6 +233,26 @@ def test_wrappers_that_ranks_build_in_other_orders_are_told_apart(pool):
     for text, spent_s in pool.run(_build_in_other_orders).results:
         assert "parameter '0.weight': expected the same on all ranks, got float32 8x6" in text
         assert spent_s < 10
+
+
+def _stay_away():
+    group = distributed.new_group([0, 1])
+    if distributed.get_rank():
+        return ""
+    world = Group.world()
+    before, world.timeout = world.timeout, timedelta(seconds=1)
+    try:
+        qsync.DDP(_build(), process_group=group)
+    except CommError as error:
+        return str(error)
+    finally:
+        world.timeout = before
+    return ""
+
+
+def test_a_rank_that_does_not_come_is_named(pool):
+    text = pool.run(_stay_away).results[0]
+    assert "handshake: expected rank 1 within 1 s" in text
 
 
 def _train_alone():
