@@ -141,6 +141,23 @@ def test_unused_operators_and_subclasses_are_no_obstacle():
     assert type(model["own"]) is Own
 
 
+def test_tables_that_renormalise_or_have_sparse_gradients_are_left_out():
+    tables = [nn.Embedding(4, 3), nn.Embedding(4, 3, max_norm=1.0), nn.Embedding(4, 3, sparse=True)]
+    assert list(list_operators(nn.ModuleList(tables))) == ["0"]
+
+
+def test_a_lowered_table_keeps_to_its_settings():
+    table = nn.Embedding(4, 3, padding_idx=1, scale_grad_by_freq=True)
+    gradients = []
+    for precision in ("fp32", "int8"):
+        qsync.apply(table, qsync.Plan.uniform(table, precision))
+        table.zero_grad()
+        out = table(torch.tensor([[1, 1, 2], [0, 0, 0]]))
+        (out * torch.arange(18.0).view(2, 3, 3)).sum().backward()
+        gradients.append(table.weight.grad.clone())
+    assert torch.equal(*gradients)
+
+
 def test_plans_that_do_not_fit_are_refused_and_change_nothing():
     model = _build()
     plan = qsync.Plan.uniform(nn.Sequential(nn.Linear(6, 6)), "int8")

@@ -75,5 +75,5 @@ def apply(model: nn.Module, plan: PrecisionPlan) -> nn.Module:
 
 
 def find_plan(model: nn.Module) -> Any:
-    """Returns the plan that was applied to a model, None if there was none."""
-    return vars(model).get(_PLAN)
+    """Returns the plan that was applied to a model, compiled or not; None if there was none."""
+    return getattr(model, _PLAN, None)
