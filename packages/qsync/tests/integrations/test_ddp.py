@@ -1,15 +1,18 @@
 import copy
 import time
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
 from torch import distributed, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import qsync
 from qsync.planner.plan import RankPlan
+from qsync.runtime.drift import DriftWatch
 from shared.comms.group import Group
 from shared.comms.launch import RankPool
 from shared.errors import CommError, ConfigError
@@ -169,6 +172,8 @@ def _disagree(what):
     model = _build(8 + (what == "shape" and rank))
     if what == "buffer":
         model.register_buffer("mask", torch.ones(4 + rank))
+    if what == "extra" and rank:
+        model.append(nn.Linear(3, 3))
     if what == "order" and rank:
         model = nn.ModuleDict({"2": model[2], "0": model[0]})
     if what == "plan":
@@ -206,6 +211,7 @@ def _disagree(what):
         ("frozen", "got float32 8x6 trained on rank 0 and float32 8x6 frozen on rank 1"),
         ("ranks", "plan: expected one of 1 or 2 ranks, got one made for 3"),
         ("buffer", "buffer 'mask': expected the same on all ranks, got float32 4 on rank 0 and"),
+        ("extra", "parameter '3.weight': expected the same on all ranks, got missing on rank 0"),
         ("order", "parameters: expected rank 0's order on all ranks, got another on rank 1"),
     ],
 )
@@ -220,8 +226,7 @@ def _build_in_other_orders():
     rank = distributed.get_rank()
     alone = distributed.new_group([0])
     if rank == 0:
-        qsync.DDP(_build(), process_group=alone)
-    qsync.DDP(_build(), device_mesh=Group.world().device_mesh())
+        qsync.DDP(_build(), device_mesh=DeviceMesh.from_group(alone, "cpu"))
     begun_s = time.monotonic()
     models = [_build(8), _build(9)]
     try:
@@ -365,8 +370,27 @@ def test_drift_is_noticed_and_a_run_goes_on_by_a_new_plan(pool):
     assert all(torch.equal(a, b) for a, b in zip(first[4], second[4], strict=True))
 
 
-class _Steps(list):
-    record = list.append
+def _replan_for_half():
+    model = _build()
+    ddp = qsync.DDP(model)
+    was_enabled = ddp.make_scaler().is_enabled()
+    chosen = _plan_second_rank(model, "fp16")
+    with mock.patch("qsync.profiler.planning.plan", return_value=chosen):
+        ddp.replan([], _mean_square)
+    return was_enabled, ddp.make_scaler().is_enabled()
+
+
+def test_a_new_plan_in_half_precision_on_one_rank_scales_losses_on_all(pool):
+    assert pool.run(_replan_for_half).results == [(False, True)] * 2
+
+
+class _Steps(DriftWatch):
+    def __init__(self):
+        super().__init__(1.0)
+        self.steps_s = []
+
+    def record(self, step_s):
+        self.steps_s.append(step_s)
 
 
 def _watch():
@@ -380,13 +404,13 @@ def _watch():
         return distributed.all_reduce(bucket.buffer(), async_op=True).get_future().then(wait)
 
     ddp = qsync.DDP(_build())
-    ddp.drift = steps_s = _Steps()
+    ddp.drift = steps = _Steps()
     ddp.register_comm_hook(None, sum_late)
     with ddp.no_sync():
         _mean_square(ddp, _batch(0)).backward()
     _mean_square(ddp, _batch(0)).backward()
     _mean_square(ddp.eval(), _batch(0)).backward()
-    return list(steps_s)
+    return steps.steps_s
 
 
 def test_a_watched_step_ends_when_its_gradients_are_summed(pool):
