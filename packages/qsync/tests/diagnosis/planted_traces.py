@@ -39,6 +39,7 @@ class PlantedJob:
     has_loader_mark: bool = True
     offset_s: dict[int, float] = field(default_factory=dict)
     drift: dict[int, float] = field(default_factory=dict)
+    late_end_s: dict[int, float] = field(default_factory=dict)
     noise: float = 0.0
     has_shapes: bool = True
     has_marks: bool = True
@@ -95,6 +96,7 @@ class PlantedRun:
                 for rank in ranks:
                     self.wait_s[rank] += (begin_transfer - join[rank]) / job.num_steps
                     late = end + abs(self.random.normal(0, 20e-6)) * bool(job.noise)
+                    late += job.late_end_s.get(rank, 0.0)
                     self._collective(rank, size, join[rank], late)
             for rank in ranks:
                 now[rank] = max(now[rank], end) + job.gap_s * self._factor(rank)

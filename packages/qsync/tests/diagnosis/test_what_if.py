@@ -43,6 +43,7 @@ def test_unchanged_replay_is_the_measured_step(tmp_path, settings):
 
 
 SLOW = {"rank_factor": {1: 2.0}}
+ONE_BUCKET = LINKED | {"bucket_cap_bytes": 10_000_000, "rate_bytes_per_s": 20e6}
 CHANGES = [
     (LINKED, JobChange(link_speed=2.0), {"rate_bytes_per_s": 80e6}),
     (LINKED, JobChange(link_speed=0.5), {"rate_bytes_per_s": 20e6}),
@@ -63,6 +64,13 @@ CHANGES = [
     (LINKED, JobChange(bucket_bytes=600_000), {"bucket_cap_bytes": 600_000}),
     (LINKED, JobChange(bucket_bytes=10_000_000), {"bucket_cap_bytes": 10_000_000}),
     (LINKED | {"has_shapes": True}, JobChange(bucket_bytes=200_000), {"bucket_cap_bytes": 200_000}),
+    # On a busy core the thread of a collective notes its end after operators have gone on.
+    (LINKED | {"late_end_s": {1: 0.002}}, JobChange(link_speed=2.0), {"rate_bytes_per_s": 80e6}),
+    (
+        ONE_BUCKET | {"late_end_s": {0: 0.001, 1: 0.001}},
+        JobChange(gradient_share=0.5),
+        {"gradient_share": 0.5},
+    ),
 ]
 
 

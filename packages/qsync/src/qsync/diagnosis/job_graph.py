@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float, Int
 
-from qsync.diagnosis.clocks import RankClock
+from qsync.diagnosis.clocks import COMMON_END, RankClock
 from qsync.diagnosis.collectives import MatchedCollective
 from qsync.diagnosis.traces.events import LOADER
 from qsync.diagnosis.traces.reading import RankTrace
@@ -25,8 +25,10 @@ from shared.topology import Operation, Replay
 
 __all__ = ["GraphCollective", "JobGraph", "LanePiece", "build_lanes"]
 
-# An operator may start before the thread that ended the collective has written the end down.
+# An operator may start before the thread that ended the collective has noted the end: by this much,
+# or on a busy core by this share of the gap before it.
 _LATE_END_S = 2e-4
+_LATE_SHARE = 0.25
 # Gaps between operators that run on are shorter on an idle core.
 _BLOCKED_S = 1e-4
 _ROUNDING_S = 1e-9
@@ -135,23 +137,48 @@ def _find_waits(
 ) -> list[LanePiece]:
     """Sets what pieces wait for, and takes the waiting out of their gaps."""
     starts_s = [piece.start_s for piece in pieces]
-    ends_s = [max(collective.end_s[rank], collective.transfer[0]) for collective in collectives]
+    # Threads note an end late, never early: where all ranks end together, the first one is true.
+    ends_s = [
+        max(min(c.end_s) if c.kind in COMMON_END else c.end_s[rank], c.transfer[0])
+        for c in collectives
+    ]
     last: dict[int, int] = {}
     for i in sorted(range(len(ends_s)), key=ends_s.__getitem__):
         last[collectives[i].step] = i
     behind: dict[int, list[int]] = {}
     for i, collective in enumerate(collectives):
-        position = bisect_right(starts_s, max(ends_s[i] - _LATE_END_S, collective.transfer[0]))
-        if position == len(pieces):
+        position = _find_waiting(pieces, starts_s, collective.transfer[0], ends_s[i])
+        if position is None:
             continue
-        before_s = pieces[position].start_s - pieces[position].gap_s
-        if ends_s[i] - before_s >= _BLOCKED_S or last[collective.step] == i:
+        blocked_s = _blocked_s(pieces[position], ends_s[i])
+        if blocked_s >= _BLOCKED_S or last[collective.step] == i:
             behind.setdefault(position, []).append(i)
     for position, waited in behind.items():
         piece = pieces[position]
         gap_s = max(0.0, piece.start_s - max(collectives[i].transfer[1] for i in waited))
         pieces[position] = piece._replace(gap_s=min(piece.gap_s, gap_s), behind=tuple(waited))
     return pieces
+
+
+def _find_waiting(
+    pieces: Sequence[LanePiece], starts_s: Sequence[float], begin_s: float, end_s: float
+) -> int | None:
+    """Position of the piece that begins when a transfer ends; None if none does."""
+    position = after = bisect_right(starts_s, end_s)
+    late_s = max(_LATE_END_S, _LATE_SHARE * (end_s - begin_s))
+    first = bisect_right(starts_s, max(end_s - late_s, begin_s))
+    for earlier in range(min(after, len(pieces)) - 1, first - 1, -1):
+        piece = pieces[earlier]
+        late_s = end_s - piece.start_s
+        is_waiting = position < len(pieces) and _blocked_s(pieces[position], end_s) >= late_s
+        if late_s <= max(_LATE_END_S, _LATE_SHARE * piece.gap_s) and not is_waiting:
+            position = earlier
+    return position if position < len(pieces) else None
+
+
+def _blocked_s(piece: LanePiece, end_s: float) -> float:
+    """Seconds until `end_s` of the gap before a piece."""
+    return min(piece.start_s, end_s) - piece.start_s + piece.gap_s
 
 
 @dataclass(frozen=True, kw_only=True)
