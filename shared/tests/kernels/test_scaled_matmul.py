@@ -90,6 +90,18 @@ def test_every_form_has_the_references_codes_to_the_bit(form, dtype, rows, colum
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_below_normal_numbers_have_the_smallest_normal_scale(form, dtype):
+    x = torch.tensor([[1e-44, 0.0, -3e-42], [2.0**-130, 2.0**-126, 0.0]])
+    for module in (form.of("scaled_matmul"), reference):
+        codes, scale = torch.empty(2, 3, dtype=dtype), torch.empty(2)
+        inputs = [each.to(form.device) for each in (x, codes, scale)]
+        module.quantize_rows(inputs[0], None, *inputs[1:])
+        codes, scale = (each.cpu() for each in inputs[1:])
+        assert scale.tolist() == [2.0**-126] * 2
+        assert bool(((codes.float() * scale[:, None] - x).abs() <= scale[:, None] / 2).all())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_that_is_not_finite_becomes_nan_and_no_other(form, dtype):
     x = torch.tensor([[1.0, 2.0], [torch.nan, 1.0], [INF, 1.0], [-INF, 0.0], [0.0, 0.0]])
     codes, scale = code_rows(form, x, dtype)

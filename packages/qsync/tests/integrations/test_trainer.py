@@ -2,9 +2,10 @@ from datetime import timedelta
 
 import pytest
 import torch
-from torch import nn
+from torch import distributed, nn
 
 import qsync
+from qsync.planner.plan import RankPlan, describe_operators
 from qsync.runtime.modules import get_precision, list_operators
 from shared.comms.launch import RankPool
 from shared.errors import ConfigError
@@ -70,9 +71,22 @@ def test_a_float32_plan_trains_as_the_trainer_alone(tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(ways[0][1], ways[1][1], strict=True))
 
 
+def _begin(plan, model, folder):
+    from qsync.integrations.trainer import QsyncCallback
+
+    arguments = transformers.TrainingArguments(str(folder), report_to=[], use_cpu=True)
+    state, control = transformers.TrainerState(), transformers.TrainerControl()
+    QsyncCallback(plan).on_train_begin(arguments, state, control, model=model)
+
+
 def test_half_precision_is_refused_as_no_loss_is_scaled(tmp_path):
     with pytest.raises(ConfigError, match="got fp16 for 'first' on rank 0; plan with bf16"):
         _train(str(tmp_path), "fp16")
+    model = Model()
+    ranks = (RankPlan(lowered={}), RankPlan(lowered={"last": "fp16"}))
+    plan = qsync.Plan(operators=describe_operators(model), ranks=ranks)
+    with pytest.raises(ConfigError, match="got fp16 for 'last' on rank 1; plan with bf16"):
+        _begin(plan, model, tmp_path)
 
 
 def test_an_autocast_that_would_lower_what_the_plan_keeps_is_refused(tmp_path):
@@ -80,8 +94,24 @@ def test_an_autocast_that_would_lower_what_the_plan_keeps_is_refused(tmp_path):
         _train(str(tmp_path), "int8", bf16=True)
 
 
+def test_ranks_agree_on_the_plan_before_the_first_step(tmp_path, monkeypatch):
+    from qsync.integrations import trainer
+
+    agreed = []
+    monkeypatch.setattr(trainer, "agree_on_model", lambda *each: agreed.append(each))
+    model = Model()
+    plan = qsync.Plan.uniform(model, "int8")
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        _begin(plan, model, tmp_path)
+    finally:
+        distributed.destroy_process_group()
+    assert [(each[0], each[2]) for each in agreed] == [(model, plan.fingerprint())]
+    assert get_precision(model.first) == "int8"
+
+
 def _train_unlike(folder):
-    rank = torch.distributed.get_rank()
+    rank = distributed.get_rank()
     try:
         _train(f"{folder}/{rank}", ("int8", "bf16")[rank])
     except ConfigError as error:
