@@ -76,6 +76,21 @@ def test_fp8_codes_are_the_nearest_numbers_of_the_format():
     torch.testing.assert_close(error, nearest, rtol=0, atol=0)
 
 
+def test_fp8_ties_go_to_even_and_scales_go_up(form):
+    values = e4m3_values()
+    middles = (values[:-1] + values[1:]) / 2
+    # Numbers follow each other by their last bit, so every second one is even.
+    even = torch.where(torch.arange(len(middles)) % 2 == 0, values[:-1], values[1:])
+    codes, scale = code_rows(
+        form, torch.cat([middles, -middles, values])[None], torch.float8_e4m3fn
+    )
+    assert scale.item() == 1
+    assert torch.equal(codes.float()[0], torch.cat([even, -even, values]))
+    top = torch.nextafter(torch.tensor([[FP8_MAX]]), torch.tensor([[INF]]))
+    codes, scale = code_rows(form, top, torch.float8_e4m3fn)
+    assert (codes.float().item(), scale.item()) == (FP8_MAX / 2, 2)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "columns"), [(1, 1), (7, 53), (5, 1025), (70, 64)])
 @pytest.mark.parametrize("is_one_scale", [False, True])
