@@ -61,7 +61,11 @@ def predict_s(survey: Survey, precisions: Sequence[Mapping[str, str]]) -> float:
         )
         for name, precision in chosen.items():
             mapper.set(name, precision)
-        seconds.append(RankSeconds(forward_s=mapper.forward_s, backward_s=mapper.backward_s))
+        seconds.append(
+            RankSeconds(
+                forward_s=mapper.forward_s, backward_s=mapper.backward_s, begin_s=costs.begin_s
+            )
+        )
     return StepReplay(survey.graph, survey.buckets, len(seconds)).run(seconds).step_s
 
 

@@ -152,6 +152,7 @@ def _plan_on_a_rank(case):
     model, batches = _build(32 if case == "models" and rank == 1 else 16)
     if case == "batches" and rank == 1:
         batches = []
+    planning.time_summed_steps = lambda model, batches, loss_fn: 10.0 * (case == "rest")
     try:
         plan = qsync.plan(model, batches, _mean_square)
     except (ConfigError, DataError) as error:
@@ -176,6 +177,50 @@ def test_only_the_slow_rank_lowers_operators(pool):
     assert first[2] == pytest.approx(4.0, rel=0.05)
     assert first[3] == 0.0
     assert second[3] == pytest.approx((first[4] + second[4]) / 2)
+
+
+def test_what_a_measured_step_takes_beside_its_replay_is_added_to_each_step(pool):
+    alike, rest = (pool.run(_plan_on_a_rank, case).results[0] for case in ("alike", "rest"))
+    assert rest[1] == alike[1]
+    # Float32 steps take 8 s by their replay and 10 s as measured.
+    assert rest[2] == pytest.approx(alike[2] + 2.0, rel=0.05)
+
+
+def _sum_in_buckets(_):
+    from torch import distributed
+
+    from qsync.profiler.transfers import BucketSums
+
+    rank = distributed.get_rank()
+    torch.manual_seed(0)
+    model = nn.ModuleDict(
+        {
+            "table": nn.Embedding(4, 3, sparse=True),
+            "inner": nn.Linear(3, 5),
+            "unused": nn.Linear(2, 2),
+            "outer": nn.Linear(5, 2),
+        }
+    )
+
+    def loss_fn(model, ids):
+        return model["outer"](model["inner"](model["table"](ids)).tanh()).square().sum()
+
+    batches = [torch.tensor([each]) for each in (1, 3)]
+    expected = torch.zeros(2, 5)
+    for batch in batches:
+        model.zero_grad()
+        loss_fn(model, batch).backward()
+        expected += model["outer"].weight.grad / 2
+    model.zero_grad()
+    sums = BucketSums(model)
+    for _ in range(2):
+        model.zero_grad()
+        sums.run(loss_fn, model, batches[rank])
+    return torch.allclose(model["outer"].weight.grad, expected)
+
+
+def test_gradients_are_summed_as_ddp_does(pool):
+    assert pool.run(_sum_in_buckets, None).results == [True, True]
 
 
 def test_what_one_rank_refuses_is_raised_on_all(pool):

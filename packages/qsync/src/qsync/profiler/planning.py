@@ -14,12 +14,12 @@ from torch import nn
 from qsync.planner.graph import Graph
 from qsync.planner.plan import Plan, describe_operators
 from qsync.planner.ranks import allocate, read_target_s
-from qsync.planner.replayer import GradientBuckets
+from qsync.planner.replayer import GradientBuckets, StepReplay
 from qsync.precisions import sort_precisions
 from qsync.profiler.gradients import LossFunction
 from qsync.profiler.indicator import NUM_BATCHES, OperatorNoise, sensitivity
-from qsync.profiler.profile import RankProfile, find_device, profile_model
-from qsync.profiler.transfers import fit_all_reduce, list_buckets, split_parameters
+from qsync.profiler.profile import RankProfile, profile_model
+from qsync.profiler.transfers import measure_buckets, time_summed_steps
 from shared.comms import Group, all_gather_v
 from shared.errors import ConfigError, DataError
 from shared.units import parse_bytes
@@ -158,9 +158,12 @@ def survey(
     buckets = GradientBuckets()
     if len(profiles) > 1:
         graph = profiles[0].graph
-        sizes = [sum(each.numel() * 4 for each in bucket) for bucket in split_parameters(model)]
-        link = fit_all_reduce(find_device(model), max(sizes))
-        buckets = list_buckets(model, [graph.ops[i].name for i in graph.linears], link)
+        buckets = measure_buckets(model, [graph.ops[i].name for i in graph.linears])
+        replayed = StepReplay(graph, buckets, len(profiles)).run(
+            [each.float32 for each in profiles]
+        )
+        rest_s = max(time_summed_steps(model, samples, loss_fn) - replayed.step_s, 0.0)
+        profiles = [replace(each, rest_s=rest_s) for each in profiles]
     return Survey(
         precisions=tuple(names),
         operators=measured[0][0],

@@ -16,6 +16,7 @@ from qsync.planner.cost_mapper import CostMapper
 from qsync.planner.graph import Graph, Op
 from qsync.planner.memory import SavedTensor
 from qsync.planner.ranks import RankCosts
+from qsync.planner.replayer import RankSeconds
 from qsync.precisions import HIGHEST, sort_precisions
 from qsync.profiler.casts import CastFits, fit_casts
 from qsync.profiler.gradients import LossFunction
@@ -23,7 +24,7 @@ from qsync.profiler.graph_tracing import gap_name, trace_model
 from qsync.profiler.saved_tensors import record_saved_tensors
 from qsync.profiler.step_timing import time_precisions
 
-__all__ = ["RankProfile", "find_device", "profile_model"]
+__all__ = ["RankProfile", "profile_model"]
 
 # Copies of the parameters that a step has beside what backward needs: masters, gradients and the
 # two moments of Adam.
@@ -43,6 +44,8 @@ class RankProfile:
         saved: what a float32 step keeps for its backward pass.
         parameter_bytes: parameters, gradients and optimizer state.
         limit_bytes: memory of the device; infinite if unknown.
+        rest_s: seconds by which a measured step of all ranks exceeds its replay, as copies of
+            gradients into buckets do, and all-reduces that compete with computing.
         notes: what a reader must know of how this was obtained.
     """
 
@@ -54,13 +57,22 @@ class RankProfile:
     saved: tuple[SavedTensor, ...]
     parameter_bytes: int
     limit_bytes: float = inf
+    rest_s: float = 0.0
     notes: tuple[str, ...] = ()
+
+    @property
+    def float32(self) -> RankSeconds:
+        """The parts of a float32 step."""
+        forward_s, backward_s = (
+            [table.get(op.name, {}).get(HIGHEST, 0.0) for op in self.graph.ops]
+            for table in (self.forward_s, self.backward_s)
+        )
+        return RankSeconds(forward_s=forward_s, backward_s=backward_s)
 
     @property
     def step_s(self) -> float:
         """Seconds of a float32 step, without optimizer and all-reduce."""
-        parts = (*self.forward_s.values(), *self.backward_s.values())
-        return sum(part.get(HIGHEST, 0.0) for part in parts)
+        return self.float32.compute_s
 
     def costs(self) -> RankCosts:
         """Returns the costs as the planner takes them.
@@ -86,6 +98,7 @@ class RankProfile:
             kernel_s=lambda op, precision: _look_up(forward_s, op, precision),
             backward_kernel_s=lambda op, precision: _look_up(backward_s, op, precision),
             cast_s=self._cast_s,
+            begin_s=self.rest_s,
             device=self.device,
             other_bytes=self.parameter_bytes,
             limit_bytes=self.limit_bytes,
@@ -115,7 +128,7 @@ def profile_model(
         DataError: no operator ran.
     """
     allowed = sort_precisions([*precisions, HIGHEST])
-    device = find_device(model)
+    device = _find_device(model)
     traced = trace_model(model, batches[0], loss_fn)
     steps = time_precisions(model, batches, loss_fn, allowed)
     forward_s: dict[str, dict[str, float]] = {}
@@ -144,7 +157,7 @@ def profile_model(
     )
 
 
-def find_device(model: nn.Module) -> torch.device:
+def _find_device(model: nn.Module) -> torch.device:
     """Returns the device of a model's parameters, the CPU if it has none."""
     parameter = next(model.parameters(), None)
     return torch.device("cpu") if parameter is None else parameter.device
