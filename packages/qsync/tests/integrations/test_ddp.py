@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 import qsync
 from qsync.planner.plan import RankPlan
 from qsync.runtime.drift import DriftWatch
+from qsync.runtime.modules import get_precision
 from shared.comms.group import Group
 from shared.comms.launch import RankPool
 from shared.errors import CommError, ConfigError
@@ -107,10 +108,8 @@ def test_an_all_float32_plan_is_torchs_ddp_to_the_bit_with_no_more_collectives(p
 
 def _run_mixed():
     """Rank 1 in int8: its gradient counts half, and all masters stay equal."""
-    rank = distributed.get_rank()
     model = _build()
-    plan = _plan_second_rank(model, "int8")
-    ddp = qsync.DDP(qsync.apply(model, plan))
+    ddp = qsync.DDP(qsync.apply(model, _plan_second_rank(model, "int8")))
     alone = copy.deepcopy(model)
     alone(_batch(0)).square().mean().backward()
     ddp(_batch(0)).square().mean().backward()
@@ -122,7 +121,7 @@ def _run_mixed():
         for grad, each in zip(mean, ddp.parameters(), strict=True)
     )
     _, masters, _ = _train(qsync.DDP(model), 5)
-    return equal, masters, plan.precision("0", rank), ddp.make_scaler().is_enabled()
+    return equal, masters, get_precision(model[0]), ddp.make_scaler().is_enabled()
 
 
 def test_ranks_of_unlike_precisions_average_their_gradients(pool):
