@@ -8,6 +8,8 @@ from qsync.diagnosis.chrome import write_comparison
 from qsync.diagnosis.diagnose import diagnose
 from qsync.diagnosis.memory_peaks import find_peaks
 from qsync.diagnosis.strategies import STRATEGIES, AdviceState
+from qsync.diagnosis.traces.events import MemorySample, TraceSpan
+from qsync.diagnosis.traces.reading import RankTrace
 from qsync.diagnosis.what_if import JobChange
 from shared.errors import ConfigError, DataError
 from shared.units import MiB
@@ -45,6 +47,18 @@ def test_buckets_are_advised_where_ddp_sends_one(tmp_path):
     done = one | {"bucket_cap_bytes": first.change.bucket_bytes}
     gain = PlantedRun(PlantedJob(**one)).step_s / PlantedRun(PlantedJob(**done)).step_s
     assert first.gain == pytest.approx(gain, rel=0.05)
+
+
+def test_the_largest_of_about_equal_buckets_is_advised(tmp_path):
+    one = SLOW_LINK | {
+        "rate_bytes_per_s": 800e6, "alpha_s": 0.0, "gradient_bytes": (MiB,) * 10,
+        "bucket_cap_bytes": 25 * MiB,
+    }  # fmt: skip
+    diagnosis = diagnosed(tmp_path, **one)
+    (first,) = advise(diagnosis, strategies=["buckets"])
+    steps_s = [diagnosis.job.predict(JobChange(bucket_bytes=n * MiB)).step_s for n in (1, 2, 5)]
+    assert steps_s[0] < steps_s[1] < 1.02 * steps_s[0] < steps_s[2]
+    assert first.change.bucket_bytes == 2 * MiB
 
 
 def test_another_global_batch_is_advised_last_and_says_so(tmp_path):
@@ -109,6 +123,16 @@ def test_a_limit_out_of_reach_is_told(tmp_path, caplog):
     (only,) = advise(diagnosed(tmp_path, **FULL), memory_limit_bytes=50 * MiB)
     assert only.saved_bytes == 200 * MiB
     assert "stays 50.0 MiB above the limit" in caplog.text
+
+
+def test_what_is_kept_is_the_most_at_a_steps_start():
+    counts = [(0.1, 100), (0.5, 300), (0.9, 120), (1.5, 310), (1.8, 130)]
+    trace = RankTrace(
+        path="rank0.json", rank=0, world_size=2, lane=(), collectives=(), enqueued_s=(),
+        steps=(TraceSpan("0", 0.0, 1.0), TraceSpan("1", 1.0, 2.0)),
+        memory=tuple(MemorySample(time_s, "cpu", count) for time_s, count in counts),
+    )  # fmt: skip
+    assert find_peaks(trace) == {"cpu": (310, 120, "none")}
 
 
 def test_the_peak_of_memory_is_named(tmp_path):

@@ -130,6 +130,18 @@ def test_steps_that_only_one_rank_traced_are_left_out(tmp_path):
     assert diagnosis.wait_s[0] == pytest.approx(planted.wait_s[0], rel=0.01)
 
 
+def test_time_between_the_marks_of_steps_counts(tmp_path):
+    planted = PlantedRun(PlantedJob())
+    for path in (paths := planted.write(tmp_path)):
+        content = json.loads(Path(path).read_text())
+        for each in content["traceEvents"]:
+            if each["name"].startswith("ProfilerStep"):
+                each["ts"] += 1500
+                each["dur"] -= 1500
+        Path(path).write_text(json.dumps(content))
+    assert diagnose(paths).replayed_step_s == pytest.approx(planted.step_s, rel=1e-3)
+
+
 # Faults
 
 

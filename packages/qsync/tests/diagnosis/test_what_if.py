@@ -3,11 +3,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from planted_traces import PlantedJob, PlantedRun
 
-from qsync.diagnosis.buckets import is_backward
+from qsync.diagnosis.buckets import is_backward, rebucket
 from qsync.diagnosis.collectives import MatchedCollective, merge, overlap_s, share_link, split_waits
 from qsync.diagnosis.diagnose import diagnose
+from qsync.diagnosis.job_graph import GraphCollective, LanePiece
 from qsync.diagnosis.what_if import JobChange
 from shared.errors import ConfigError, DataError
+from shared.topology import Link
 
 # Slow enough that the link matters, small gradients first as DDP has them.
 LINKED = {
@@ -51,6 +53,17 @@ CHANGES = [
     (SLOW, JobChange(rank_speed={1: 2.0}), {"rank_factor": {}}),
     (SLOW, JobChange(rank_speed={0: 0.25}), {"rank_factor": {0: 4.0, 1: 2.0}}),
     (LINKED | SLOW, JobChange(rank_speed={1: 2.0}), {"rank_factor": {}}),
+    (
+        SLOW | {"gap_s": 0.002, "rate_bytes_per_s": 1e15, "alpha_s": 0.0},
+        JobChange(rank_speed={1: 2.0}),
+        {"rank_factor": {}},
+    ),
+    # On a fast link nothing is seen to wait for the last all-reduce of a step, and yet all does.
+    (
+        {"rate_bytes_per_s": 1e9, "alpha_s": 0.0, "gradient_bytes": (4000,) * 4},
+        JobChange(link_speed=0.0005),
+        {"rate_bytes_per_s": 5e5},
+    ),
     (
         {"operator_factor": {(1, "aten::linear"): 3.0}},
         JobChange(operator_speed={(1, "aten::linear"): 3.0}),
@@ -99,6 +112,9 @@ def test_memory_changes_cost_computing(tmp_path):
     # The same work in halves, with the launches of seven operators (and their gradients) twice.
     halved = predict(tmp_path, {}, JobChange(micro_batches=2))
     assert base < halved < base + 0.011
+    fast = {"rate_bytes_per_s": 1e15, "alpha_s": 0.0, "gap_s": 0.001}
+    twice = predict(tmp_path, fast, JobChange(micro_batches=2))
+    assert twice == pytest.approx(predict(tmp_path, fast) + 0.007, abs=1e-4)
 
 
 def test_critical_path_adds_up_to_the_makespan(tmp_path):
@@ -127,6 +143,20 @@ def test_one_bucket_of_one_size_still_tells_what_smaller_ones_gain(tmp_path):
     assert not job.predict().note
 
 
+def test_a_piece_waits_for_the_new_buckets_that_are_ready_before_it():
+    lane = [
+        LanePiece(0, "Mm1Backward0", 0.0, 0.0, 1.0),
+        LanePiece(0, "aten::item", 2.0, 0.0, 1.0, behind=(0,)),
+        LanePiece(0, "Mm0Backward0", 3.0, 0.0, 1.0),
+        LanePiece(0, "aten::add", 5.0, 0.0, 1.0, behind=(1,)),
+    ]
+    old = [GraphCollective("allreduce", 0, 100, 1.0, (ready_s,) * 2) for ready_s in (1.0, 4.0)]
+    link = Link(alpha_s=0.0, beta_s_per_byte=0.01)
+    lanes, new = rebucket([lane, lane], old, link, 50)
+    assert [each.ready_s for each in new] == [pytest.approx((s, s)) for s in (0.5, 1.0, 2.5, 4.0)]
+    assert [piece.behind for piece in lanes[1]] == [(), (0, 1), (), (0, 1, 2, 3)]
+
+
 def test_changes_that_the_trace_cannot_answer_are_refused(tmp_path):
     job = diagnose(PlantedRun(PlantedJob(has_shapes=False)).write(tmp_path)).job
     with pytest.raises(DataError, match="the sizes of all all-reduces, got a trace without"):
@@ -151,6 +181,15 @@ def test_backward_operators_are_known_by_their_names():
     assert is_backward("AddmmBackward0")
     assert is_backward("torch::autograd::AccumulateGrad")
     assert not is_backward("aten::linear")
+
+
+def test_a_transfer_lasts_from_the_last_start_to_the_median_end():
+    ends_s = 5.0, 5.25, 9.0
+    collective = MatchedCollective(
+        kind="allreduce", step=0, num_bytes=1, start_s=(0.0, 2.0, 1.0), end_s=ends_s,
+        enqueued_s=(0.0, 2.0, 1.0),
+    )  # fmt: skip
+    assert (collective.transfer, collective.last_rank) == ((2.0, 5.25), 1)
 
 
 spans = st.lists(
