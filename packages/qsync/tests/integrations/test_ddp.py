@@ -177,8 +177,6 @@ def _disagree(what):
         model = nn.ModuleDict({"2": model[2], "0": model[0]})
     if what == "plan":
         qsync.apply(model, qsync.Plan.uniform(model, ("fp32", "int8")[rank]))
-    if what == "compiled":
-        model = torch.compile(qsync.apply(model, qsync.Plan.uniform(model, ("int8", "bf16")[rank])))
     if what == "no plan" and rank:
         qsync.apply(model, qsync.Plan.uniform(model, "int8"))
     if what == "type" and rank:
@@ -202,7 +200,6 @@ def _disagree(what):
     ("what", "message"),
     [
         ("plan", "plan: expected the same on all ranks"),
-        ("compiled", "plan: expected the same on all ranks"),
         ("no plan", "got none on rank 0"),
         ("shape", "parameter '0.weight': expected the same on all ranks, got float32 8x6 trained"),
         ("type", "parameter '0.weight': expected the same on all ranks, got float32"),

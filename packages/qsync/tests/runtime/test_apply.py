@@ -222,6 +222,7 @@ def test_a_convolution_that_is_dilated_later_reads_its_present_settings():
 COMPILED = """
 import torch, qsync
 from torch import nn
+from qsync.runtime.apply import find_plan
 for precision in ("int8", "bf16", "fp8"):
     torch.manual_seed(0)
     layers = nn.Embedding(9, 6), nn.Conv1d(4, 4, 3, padding=1), nn.Linear(6, 5), nn.GELU(), nn.Linear(5, 3)
@@ -229,6 +230,7 @@ for precision in ("int8", "bf16", "fp8"):
     ids = torch.randint(9, (2, 4))
     gradients = []
     for model in (low, torch.compile(low, backend="aot_eager", fullgraph=True)):
+        assert find_plan(model) is find_plan(low) is not None
         low.zero_grad()
         model(ids).square().sum().backward()
         gradients.append([each.grad.clone() for each in low.parameters()])
