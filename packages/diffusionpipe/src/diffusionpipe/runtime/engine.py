@@ -1,0 +1,332 @@
+"""Trains a job as a plan says: the frozen parts of the next batch run inside this one's step.
+
+After DiffusionPipe (arXiv 2405.01248): a synchronous pipeline of the backbone, whose idle periods
+hold the frozen forward passes of the next iteration. Weights after a step are those of one process,
+up to rounding: the loss is the mean over the whole batch, and random draws are keyed by seed, step
+and sample, whatever the stages, micro-batches, replicas and placement.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from diffusionpipe.job.draws import decide
+from diffusionpipe.job.job import Job
+from diffusionpipe.planner.plan import Plan
+from diffusionpipe.runtime.agreement import add_losses, check_alike, check_close
+from diffusionpipe.runtime.checkpoint import load_state, save_state
+from diffusionpipe.runtime.executor import Executor
+from diffusionpipe.runtime.instructions import check_splits, compile_programs
+from diffusionpipe.runtime.links import Links, group_replicas
+from diffusionpipe.runtime.records import RunReport, collect_report
+from diffusionpipe.runtime.stages import GradientSums, Problem, StageCompute, trace_job
+from diffusionpipe.runtime.weights import gather_weights
+from shared.comms import Group, LedgerSnapshot
+from shared.errors import ConfigError, DataError, MeshyardError
+
+__all__ = ["Engine"]
+
+Batch = Mapping[str, Any]
+
+
+class _Running(NamedTuple):
+    """What the first batch's shapes allow to build."""
+
+    executor: Executor
+    compute: StageCompute
+    sums: GradientSums
+    traffic: LedgerSnapshot
+
+
+class Engine:
+    """One rank's part of a training run; every rank of the world makes one and calls it alike.
+
+    Attributes:
+        job: what is trained.
+        plan: how.
+        seed: of all draws.
+        rank: this process's.
+        optimizer: of this rank's parameters; None where its stages have none that train.
+        step: number of steps done, and so the index of the next.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        plan: Plan,
+        optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+        seed: int = 0,
+    ) -> None:
+        """Takes this rank's stages of the job.
+
+        Args:
+            job: the same on every rank, with the same weights.
+            plan: the same on every rank.
+            optimizer: makes an optimizer of a list of parameters: this rank's. One that mixes
+                parameters would give other weights than one process.
+            seed: of all draws.
+
+        Raises:
+            ConfigError: the plan needs another number of ranks, the job cannot be trained, or
+                `optimizer` makes none.
+            CommError: ranks were given unlike plans, jobs or seeds, which is told before step 0; or one
+                of them cannot go on.
+        """
+        self.job, self.plan, self.seed, self.step = job, plan, seed, 0
+        world = Group.world() if Group.exists() else None
+        self._group = world if world is not None and world.world_size > 1 else None
+        # Small messages of the host go over connections of their own.
+        self._control = None if self._group is None else Group.control()
+        self.rank = 0 if self._group is None else self._group.rank
+        self._trained = job.trained
+        problem, self.optimizer = None, None
+        try:
+            self._check_world()
+            job.validate()
+            self._owned = [self._list_names(rank) for rank in range(plan.num_ranks)]
+            self._parameters = {
+                name: self._trained[name]
+                for names in self._owned[self.rank].values()
+                for name in names
+            }
+            self.optimizer = self._make_optimizer(optimizer)
+        except MeshyardError as error:
+            problem = error
+        about = hashlib.sha256(job.describe().encode()).hexdigest()
+        facts = {"plan": plan.fingerprint(), "job": about, "seed": seed}
+        check_alike(self._control, facts, problem)
+        self._running: _Running | None = None
+
+    def steps(self, batches: Iterable[Batch]) -> Iterator[float]:
+        """Trains a step a batch; every rank calls it alike.
+
+        The next batch is read before a step runs, as its frozen parts are encoded inside the step.
+        With the last batch nothing is encoded ahead.
+
+        Args:
+            batches: whole batches, the same on every rank: of the plan's number of samples, or fewer.
+                After `load` they begin with that of step `step`.
+
+        Yields:
+            A step's loss: the mean over the batch, the same on every rank.
+
+        Raises:
+            DataError: a batch is empty, or has more samples than the plan's.
+            DivergenceError: the loss or a gradient is NaN or infinite; names the step, stage and
+                samples. No weight was changed.
+            CommError: a rank died or the timeout passed; names the ranks, stages and micro-batch.
+            ConfigError: the plan does not fit the job's values.
+        """
+        stream = iter(batches)
+        batch = next(stream, None)
+        if batch is None:
+            return
+        num_rows: int | None = self._count_rows(batch)
+        running = self._running = self._running or self._build(batch)
+        executor, compute = running.executor, running.compute
+        executor.recorder.begin(-1)
+        compute.begin(self.step - 1, None, batch)
+        executor.encode_ahead(num_rows)
+        while batch is not None and num_rows is not None:
+            following = next(stream, None)
+            num_next = None if following is None else self._count_rows(following)
+            executor.recorder.begin(self.step)
+            compute.begin(self.step, batch, following)
+            executor.run(num_rows, num_next, program=int(self._is_estimating()))
+            loss = self._update(running)
+            executor.recorder.end()
+            self.step += 1
+            batch, num_rows = following, num_next
+            yield loss
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Saves the trained weights, their optimizer state and the step; every rank calls it.
+
+        The folder is one of torch.distributed.checkpoint, on a file system that all ranks see.
+
+        Raises:
+            OSError: the folder cannot be written; what was there is unchanged.
+            CommError: a rank died.
+        """
+        facts = {"step": self.step, "seed": self.seed}
+        save_state(folder, self._parameters, self.optimizer, facts, self._control)
+
+    def load(self, folder: str | os.PathLike[str]) -> None:
+        """Resumes from `save`, under this plan or another; every rank calls it.
+
+        `steps` then goes on with step `step`: skip as many batches as that. The look-ahead is
+        encoded again.
+
+        Raises:
+            DataError: there is no checkpoint of this job.
+            ConfigError: it was written with another seed.
+            CommError: a rank died.
+        """
+        shapes = {name: tuple(value.shape) for name, value in self._trained.items()}
+        facts = load_state(folder, self._parameters, self.optimizer, shapes, self._control)
+        if facts["seed"] != self.seed:
+            raise ConfigError(
+                f"{os.fspath(folder)}: expected a checkpoint of seed {self.seed}, got one of seed "
+                f"{facts['seed']}; make the engine with that seed"
+            )
+        self.step = facts["step"]
+
+    def export(self, folder: str | os.PathLike[str]) -> None:
+        """Writes the pipeline's or backbone's folder with the trained weights; every rank calls it.
+
+        Raises:
+            OSError: the folder cannot be written.
+            CommError: a rank died, or rank 0 could not write.
+        """
+        firsts = [
+            [
+                name
+                for stage, names in stages.items()
+                if self.plan.devices[stage][0] == rank
+                for name in names
+            ]
+            for rank, stages in enumerate(self._owned)
+        ]
+        gather_weights(self._control, firsts, self._trained)
+        problem = None
+        if not self.rank:
+            try:
+                self.job.export(os.fspath(folder))
+            except (OSError, MeshyardError) as error:
+                problem = error
+        check_alike(self._control, {}, problem)
+
+    def report(self) -> RunReport:
+        """Collects what all ranks did in all steps so far; every rank calls it.
+
+        Raises:
+            ConfigError: no step was run yet.
+            CommError: a rank died.
+        """
+        if self._running is None:
+            raise ConfigError("expected steps to report on, got none yet; run some first")
+        traffic = self._read_traffic().diff(self._running.traffic)
+        recorder = self._running.executor.recorder
+        return collect_report(
+            self._control, recorder, traffic, self.plan.predicted_s, self.plan.edges
+        )
+
+    def _update(self, running: _Running) -> float:
+        """Agrees on the loss and changes this rank's weights."""
+        executor, compute, sums = running.executor, running.compute, running.sums
+        try:
+            with executor.recorder.time("wait", name="sums and agreement"):
+                sums.wait()
+                bad = [Problem("gradients", stage, ()) for stage in sums.find_bad_stages()]
+                problems = [*compute.health.find_problems(), *bad]
+                loss = add_losses(self._control, self.step, float(compute.loss), problems)
+            with executor.recorder.time("update"):
+                if self.optimizer is not None:
+                    self.optimizer.step()
+        finally:
+            sums.clear()
+        return loss
+
+    def _build(self, batch: Batch) -> _Running:
+        """Builds what depends on the shapes of values, which two rows of the first batch tell."""
+        plan, job = self.plan, self.job
+        problem = None
+        flow = shapes = programs = stages = None
+        facts: dict[str, float] = {}
+        try:
+            flow, shapes, facts = trace_job(job, batch)
+            stages = flow.cut_stages(plan)
+            orders = [plan.order, *([plan.estimate_order] if plan.estimate_order else [])]
+            programs = [compile_programs(replace(plan, order=order), flow) for order in orders]
+            check_splits(plan, [one for each in programs[0] for one in each.messages], shapes)
+        except MeshyardError as error:
+            problem = error
+        check_close(self._control, facts, problem)
+        assert flow is not None, "problems were raised"
+        assert shapes is not None
+        assert programs is not None
+        assert stages is not None
+        held = plan.stages_of(self.rank)
+        groups = group_replicas(plan)
+        parameters = {
+            stage: [self._trained[name] for name in names]
+            for stage, names in self._owned[self.rank].items()
+        }
+        sums = GradientSums(parameters, groups, plan.bucket_bytes)
+        compute = StageCompute(job, flow, stages, held, sums, self.seed)
+        own = [each[self.rank] for each in programs]
+        links = Links(own, shapes, plan.batch_size)
+        executor = Executor(own, stages, held, links, compute, shapes, plan.batch_size)
+        return _Running(executor, compute, sums, self._read_traffic())
+
+    def _check_world(self) -> None:
+        num_ranks = 1 if self._group is None else self._group.world_size
+        if self.plan.num_ranks != num_ranks:
+            raise ConfigError(
+                f"plan: expected a plan for {num_ranks} ranks, got one for {self.plan.num_ranks}; "
+                f"start as many, as `torchrun --nproc-per-node={self.plan.num_ranks}`, or plan for "
+                "these"
+            )
+        if self.job.self_conditioning and not self.plan.estimate_order:
+            raise ConfigError(
+                "plan.estimate_order: expected orders of steps with self-conditioning, got none; make "
+                "the plan from this job"
+            )
+
+    def _list_names(self, rank: int) -> dict[int, list[str]]:
+        """Names of the parameters that a rank trains, by stage, each stage's in layers' order."""
+        names: dict[int, list[str]] = {}
+        for stage in self.plan.stages_of(rank):
+            backbone = self.plan.backbones[stage]
+            if backbone >= len(self.job.chains):
+                raise ConfigError(
+                    f"plan.backbones: expected at most {len(self.job.chains)} backbones, got stage "
+                    f"{stage} of backbone {backbone}; make the plan from this job"
+                )
+            chain = self.job.chains[backbone]
+            prefix = f"{backbone}." if len(self.job.chains) > 1 else ""
+            # A plan for another job is refused when its stages are cut.
+            first, stop = self.plan.spans[stage]
+            names[stage] = [
+                f"{prefix}{name}"
+                for layer in range(first, min(stop, len(chain)))
+                for name, parameter in chain.list_parameters(layer).items()
+                if parameter.requires_grad
+            ]
+        return names
+
+    def _make_optimizer(
+        self, make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+    ) -> torch.optim.Optimizer | None:
+        own = list(self._parameters.values())
+        if isinstance(make, torch.optim.Optimizer):
+            raise ConfigError(
+                "optimizer: expected what makes one, as lambda p: torch.optim.AdamW(p, 1e-4), got a "
+                f"made {type(make).__name__}; each rank makes its own, of its stages' parameters"
+            )
+        return make(own) if own else None
+
+    def _is_estimating(self) -> bool:
+        """Whether this step predicts twice."""
+        return bool(self.job.self_conditioning) and decide(
+            self.seed, self.step, self.job.self_conditioning
+        )
+
+    def _count_rows(self, batch: Batch) -> int:
+        count = self.job.num_samples(batch)
+        if not 0 < count <= self.plan.batch_size:
+            raise DataError(
+                f"batch of step {self.step}: expected 1 to {self.plan.batch_size} samples, the plan's "
+                f"batch, got {count}; cut batches to that size, or plan for larger ones"
+            )
+        return count
+
+    def _read_traffic(self) -> LedgerSnapshot:
+        return LedgerSnapshot() if self._group is None else self._group.ledger.snapshot()

@@ -1,0 +1,126 @@
+"""Turns a plan's static orders into calls with their messages, in one global order.
+
+All ranks derive all messages, so that both ends of an edge agree on their order, and a plan whose
+ranks would wait for each other is refused before anything runs.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+from diffusionpipe.planner.plan import Action, Plan
+from diffusionpipe.runtime.instructions.dataflow import Dataflow
+from diffusionpipe.runtime.instructions.messages import (
+    Message,
+    find_samples,
+    list_estimates,
+    list_frozen,
+    list_values,
+    name_lane,
+    order_messages,
+)
+from diffusionpipe.runtime.instructions.plan_check import check_orders
+
+__all__ = ["Instruction", "Program", "compile_programs"]
+
+Rows = tuple[int, int]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Instruction:
+    """An action of a rank with its messages.
+
+    Attributes:
+        action: what is computed.
+        samples: rows of the plan's batch that it computes; (0, 0) for a sum or step.
+        receives: messages that it needs.
+        sends: messages that it completes.
+        is_final: it is this rank's last backward pass of its stage, behind which gradients are
+            complete.
+    """
+
+    action: Action
+    samples: Rows
+    receives: tuple[Message, ...]
+    sends: tuple[Message, ...]
+    is_final: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """What one rank does in every step.
+
+    Attributes:
+        rank: whose it is.
+        instructions: in order.
+        messages: all that this rank sends or receives, in the global order.
+        num_readers: by backbone and value, how many stages of this rank read it.
+        edges: by pair of ranks, the lower one first, the lanes that it needs; of all ranks.
+    """
+
+    rank: int
+    instructions: tuple[Instruction, ...]
+    messages: tuple[Message, ...]
+    num_readers: dict[tuple[int, str], int]
+    edges: dict[tuple[int, int], tuple[str, ...]]
+
+
+def compile_programs(plan: Plan, flow: Dataflow) -> list[Program]:
+    """Derives every rank's program.
+
+    O(actions + messages); of messages there are at most stages x micro-batches x replicas twice.
+
+    Raises:
+        ConfigError: the plan does not fit the job, or its ranks would wait for each other.
+    """
+    stages = flow.cut_stages(plan)
+    check_orders(plan, flow)
+    place = {
+        (rank, action.kind, action.stage, action.micro_batch): index
+        for rank, order in enumerate(plan.order)
+        for index, action in enumerate(order)
+    }
+    unordered = [*list_values(plan, flow, place), *list_frozen(plan, flow, stages)]
+    if any(action.kind == "estimate" for action in plan.order[0]):
+        unordered += list_estimates(plan, stages, place)
+    edges: dict[tuple[int, int], set[str]] = defaultdict(set)
+    receives: dict[tuple[int, int], list[Message]] = defaultdict(list)
+    sends: dict[tuple[int, int], list[Message]] = defaultdict(list)
+    own: dict[int, list[Message]] = defaultdict(list)
+    for message in order_messages(plan, unordered):
+        low, high = sorted((message.sender, message.receiver))
+        edges[low, high].add(name_lane(message))
+        sends[message.sender, message.sent_by].append(message)
+        receives[message.receiver, message.used_by].append(message)
+        own[message.sender].append(message)
+        own[message.receiver].append(message)
+    lanes = {pair: tuple(sorted(edges[pair])) for pair in sorted(edges)}
+    programs = []
+    for rank, order in enumerate(plan.order):
+        final = {action.stage: i for i, action in enumerate(order) if action.kind == "backward"}
+        imports = [
+            (stages[stage].backbone, key)
+            for stage in plan.stages_of(rank)
+            for key in stages[stage].imports
+        ]
+        instructions = tuple(
+            Instruction(
+                action=action,
+                samples=find_samples(plan, rank, action),
+                receives=tuple(receives[rank, index]),
+                sends=tuple(sends[rank, index]),
+                is_final=action.kind == "backward" and final[action.stage] == index,
+            )
+            for index, action in enumerate(order)
+        )
+        programs.append(
+            Program(
+                rank=rank,
+                instructions=instructions,
+                messages=tuple(own[rank]),
+                num_readers={key: imports.count(key) for key in imports},
+                edges=lanes,
+            )
+        )
+    return programs

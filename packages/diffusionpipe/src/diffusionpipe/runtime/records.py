@@ -1,0 +1,197 @@
+"""What ranks did when: the raw material of reports and traces."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from statistics import median
+from typing import Any, NamedTuple
+
+from diffusionpipe.runtime.agreement import exchange
+from shared.comms import Group, LedgerSnapshot
+
+__all__ = ["ActionTime", "Recorder", "RunReport", "StepTimes", "collect_report"]
+
+_STEPS_KEPT = 20
+"""Steps of which every action is kept; of earlier ones only sums are."""
+_MESSAGES = ("values", "gradients", "frozen")
+
+
+class ActionTime(NamedTuple):
+    """When a rank did something.
+
+    Attributes:
+        kind: of an action, or "wait" for messages, or "update" of weights.
+        stage: virtual stage, -1 for others.
+        micro_batch: -1 for others.
+        name: frozen component, or what is waited for.
+        start_s, end_s: on the rank's clock, which all processes of a machine share.
+    """
+
+    kind: str
+    stage: int
+    micro_batch: int
+    name: str
+    start_s: float
+    end_s: float
+
+
+@dataclass(slots=True)
+class StepTimes:
+    """One step of a rank.
+
+    Attributes:
+        step: its index.
+        start_s: when it began, on the rank's clock.
+        seconds: from its start to the end of its update.
+        pass_s: forward and backward passes and the update.
+        filled_s: frozen parts of the next batch.
+        waited_s: blocked in waits for messages and sums.
+        num_late: encode actions that were moved to the end.
+        actions: in order; empty for steps long ago.
+    """
+
+    step: int
+    start_s: float
+    seconds: float = 0.0
+    pass_s: float = 0.0
+    filled_s: float = 0.0
+    waited_s: float = 0.0
+    num_late: int = 0
+    actions: list[ActionTime] = field(default_factory=list)
+
+
+class Recorder:
+    """Times a rank's actions, step by step.
+
+    Attributes:
+        steps: all that have ended.
+        current: the one under way.
+    """
+
+    def __init__(self) -> None:
+        self.steps: list[StepTimes] = []
+        self.current = StepTimes(-1, 0.0)
+        self._detailed: deque[StepTimes] = deque()
+
+    def begin(self, step: int) -> None:
+        """Begins a step; one that does not end is forgotten."""
+        self.current = StepTimes(step, time.perf_counter())
+
+    def end(self) -> None:
+        """Ends the step under way."""
+        self.current.seconds = time.perf_counter() - self.current.start_s
+        self.steps.append(self.current)
+        self._detailed.append(self.current)
+        if len(self._detailed) > _STEPS_KEPT:
+            self._detailed.popleft().actions = []
+
+    @contextmanager
+    def time(
+        self, kind: str, stage: int = -1, micro_batch: int = -1, name: str = ""
+    ) -> Iterator[None]:
+        """Times a block, as `ActionTime` says."""
+        start_s = time.perf_counter()
+        yield
+        end_s = time.perf_counter()
+        current = self.current
+        current.actions.append(ActionTime(kind, stage, micro_batch, name, start_s, end_s))
+        if kind == "wait":
+            current.waited_s += end_s - start_s
+        elif kind == "encode":
+            current.filled_s += end_s - start_s
+        else:
+            current.pass_s += end_s - start_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunReport:
+    """All ranks' steps, beside what was predicted.
+
+    Attributes:
+        steps: by rank, its steps.
+        edges: mean bytes of a step by (source rank, target rank), without sums and agreements.
+        predicted_s: seconds of a step that the plan predicts.
+        predicted_edges: bytes of a step that the plan predicts.
+    """
+
+    steps: tuple[tuple[StepTimes, ...], ...]
+    edges: Mapping[tuple[int, int], float]
+    predicted_s: float
+    predicted_edges: Mapping[tuple[int, int], int]
+
+    @property
+    def step_s(self) -> float:
+        """Median seconds of a step, the slowest rank's each; without the first, which warms up."""
+        by_step = list(zip(*self.steps, strict=True))
+        return median(max(one.seconds for one in ranks) for ranks in by_step[1:] or by_step)
+
+    def __str__(self) -> str:
+        """A table for people."""
+        if not self.steps[0]:
+            return "no steps yet"
+        lines = [
+            f"{len(self.steps[0])} steps, median {self.step_s:.4g} s, predicted {self.predicted_s:.4g} s",
+            "rank  passes s  filled s  waited s  idle s  late jobs",
+        ]
+        for rank, steps in enumerate(self.steps):
+            kept = steps[1:] or steps
+            passes, filled, waited, seconds = (
+                sum(getattr(one, name) for one in kept) / len(kept)
+                for name in ("pass_s", "filled_s", "waited_s", "seconds")
+            )
+            num_late = sum(one.num_late for one in kept)
+            lines.append(
+                f"{rank:4}{passes:10.4g}{filled:10.4g}{waited:10.4g}"
+                f"{seconds - passes - filled:8.4g}{num_late:11}"
+            )
+        for (source, target), count in sorted(self.edges.items()):
+            planned = self.predicted_edges.get((source, target), 0)
+            lines.append(
+                f"rank {source} to {target}: {count:,.0f} bytes a step, planned {planned:,}"
+            )
+        return "\n".join(lines)
+
+
+def collect_report(
+    control: Group | None,
+    recorder: Recorder,
+    traffic: LedgerSnapshot,
+    predicted_s: float,
+    predicted_edges: Mapping[tuple[int, int], int],
+) -> RunReport:
+    """Collects all ranks' records on every rank; every rank calls it.
+
+    Args:
+        control: all ranks, for small messages; None in one process.
+        recorder: this rank's.
+        traffic: this rank's, since its first step.
+        predicted_s: seconds of a step.
+        predicted_edges: bytes of a step.
+    """
+    sent: dict[int, int] = {}
+    for (op, peer, _), cell in traffic.cells.items():
+        if op in _MESSAGES:
+            sent[peer] = sent.get(peer, 0) + cell.sent_bytes
+    mine = {"steps": [asdict(one) for one in recorder.steps], "sent": list(sent.items())}
+    told = exchange(control, mine)
+    num_steps = max(1, len(recorder.steps))
+    return RunReport(
+        steps=tuple(tuple(_read_step(one) for one in each["steps"]) for each in told),
+        edges={
+            (rank, peer): count / num_steps
+            for rank, each in enumerate(told)
+            for peer, count in each["sent"]
+            if count
+        },
+        predicted_s=predicted_s,
+        predicted_edges=predicted_edges,
+    )
+
+
+def _read_step(tree: dict[str, Any]) -> StepTimes:
+    actions = [ActionTime(*one) for one in tree.pop("actions")]
+    return StepTimes(**tree, actions=actions)

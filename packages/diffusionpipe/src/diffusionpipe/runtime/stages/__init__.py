@@ -1,0 +1,8 @@
+"""What a rank computes: its layers forward and backward, gradients, and whether all is finite."""
+
+from diffusionpipe.runtime.stages.compute import StageCompute
+from diffusionpipe.runtime.stages.gradients import GradientSums
+from diffusionpipe.runtime.stages.health import Health, Problem
+from diffusionpipe.runtime.stages.tracing import trace_job
+
+__all__ = ["GradientSums", "Health", "Problem", "StageCompute", "trace_job"]

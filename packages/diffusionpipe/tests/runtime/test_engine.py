@@ -1,0 +1,222 @@
+"""Weights after some steps are those of plain training, whatever the plan."""
+
+from unittest import mock
+
+import pytest
+import torch
+
+from diffusionpipe.runtime.engine import Engine
+from diffusionpipe.runtime.stages import StageCompute
+
+from .toy import (
+    BATCH,
+    PLANS,
+    make_adam,
+    make_batches,
+    make_job,
+    make_model,
+    make_sgd,
+    train_plainly,
+)
+
+TOLERANCE = 1e-12
+"""Relative, in float64: only the order of additions differs."""
+
+
+def train(name, batches, optimizer=make_sgd, model=None):
+    """Losses of this rank, and the weights of its stages."""
+    engine = Engine(make_job(model), PLANS[name](), optimizer, seed=0)
+    losses = list(engine.steps(batches))
+    own = engine.job.trained
+    held = {
+        key
+        for stage in engine.plan.stages_of(engine.rank)
+        for layer in range(*engine.plan.spans[stage])
+        for key in engine.job.chains[0].list_parameters(layer)
+    }
+    return losses, {key: own[key].detach().clone() for key in held}
+
+
+def measure_error(results, batches, optimizer=make_sgd, model=None):
+    """Largest difference of losses and weights to plain training, relative to the largest weight."""
+    losses, weights = train_plainly(batches, optimizer, model=model)
+    # The job's model is a list of modules in the order of layers.
+    expected = dict(zip(make_job().trained, weights.values(), strict=True))
+    errors = []
+    seen = set()
+    for got_losses, got in results:
+        errors += [abs(a - b) / abs(b) for a, b in zip(got_losses, losses, strict=True)]
+        for key, value in got.items():
+            reference = expected[key]
+            errors.append(float((value - reference).abs().max() / reference.abs().max()))
+        seen |= set(got)
+    assert seen == set(expected)
+    return max(errors)
+
+
+def pool_of(name, pair, ranks):
+    return {2: pair, 4: ranks}[PLANS[name]().num_ranks]
+
+
+@pytest.mark.parametrize("name", [name for name in PLANS if name != "one process"])
+def test_weights_after_three_steps_are_those_of_one_process(pair, ranks, name):
+    results = pool_of(name, pair, ranks).run(train, name, make_batches()).results
+    assert measure_error(results, make_batches()) < TOLERANCE
+
+
+def test_one_process_needs_no_ranks():
+    assert measure_error([train("one process", make_batches())], make_batches()) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["folded 2", "data 2", "chain of 2"])
+def test_an_optimizer_with_state_takes_the_same_steps(pair, name):
+    results = pair.run(train, name, make_batches(), make_adam).results
+    # Adam divides by small second moments.
+    assert measure_error(results, make_batches(), make_adam) < 1e-8
+
+
+def train_stale(name, batches):
+    """As `train`, but encodes the batch of the step again in place of the next one."""
+    begin = StageCompute.begin
+
+    def begin_stale(self, step, batch, following):
+        begin(self, step, batch, batch if batch and following else following)
+
+    with mock.patch.object(StageCompute, "begin", begin_stale):
+        return train(name, batches)
+
+
+def test_the_previous_batchs_frozen_output_gives_other_weights(pair):
+    results = pair.run(train_stale, "folded 2", make_batches()).results
+    assert measure_error(results, make_batches()) > 1e-3
+
+
+@pytest.mark.parametrize("last_rows", [BATCH - 1, 5, 1])
+@pytest.mark.parametrize(
+    "name", ["chain of 2", "folded 2", "data 2", "chain of 1, 2 and 1 replicas", "data 4"]
+)
+def test_a_short_last_batch_counts_its_samples_only(pair, ranks, name, last_rows):
+    batches = make_batches(3, last_rows)
+    results = pool_of(name, pair, ranks).run(train, name, batches).results
+    assert measure_error(results, batches) < TOLERANCE
+
+
+def run_in_parts(name, batches):
+    """Steps by two calls, and none by a third; a loop that is left early is no hindrance."""
+    engine = Engine(make_job(), PLANS[name](), make_sgd)
+    losses = []
+    for loss in engine.steps(batches):
+        losses.append(loss)
+        if len(losses) == 2:
+            break
+    losses += engine.steps(batches[2:])
+    losses += engine.steps([])
+    return losses, engine.step
+
+
+@pytest.mark.parametrize("name", ["folded 2", "data 2"])
+def test_a_loader_may_end_anywhere(pair, name):
+    batches = make_batches(5)
+    losses, _ = train_plainly(batches)
+    for got, step in pair.run(run_in_parts, name, batches).results:
+        assert got == pytest.approx(losses, rel=TOLERANCE)
+        assert step == 5
+
+
+def read_ahead(name, num_steps):
+    """Number of batches that were read when each step's loss came."""
+    count = 0
+
+    def generate():
+        nonlocal count
+        for batch in make_batches(num_steps):
+            count += 1
+            yield batch
+
+    engine = Engine(make_job(), PLANS[name](), make_sgd)
+    return [count for _ in engine.steps(generate())]
+
+
+def test_batches_are_read_one_ahead():
+    assert read_ahead("one process", 4) == [2, 3, 4, 4]
+
+
+def train_narrow(name, batches):
+    """Weights in bfloat16 with gradients added up in float32 over micro-batches and replicas."""
+    model = make_model(dtype=torch.float64).to(torch.bfloat16)
+    job = make_job(model, inputs=make_narrow_inputs)
+    engine = Engine(job, PLANS[name](), make_sgd)
+    gradients = []
+
+    def keep(parameters):
+        own = make_sgd(parameters)
+        own.register_step_pre_hook(
+            lambda *_: gradients.append([p.grad.clone() for p in parameters])
+        )
+        return own
+
+    engine = Engine(job, PLANS[name](), keep)
+    list(engine.steps(batches))
+    return [gradient.double() for gradient in gradients[0]]
+
+
+def make_narrow_inputs(batch, frozen, draw):
+    from .toy import make_inputs
+
+    made = make_inputs(batch, frozen, draw)
+    return {
+        key: value.bfloat16() if value.is_floating_point() else value for key, value in made.items()
+    }
+
+
+def test_gradients_of_narrow_weights_are_added_in_float32(pair):
+    """Adding many micro-batches in bfloat16 would lose what is below 1/256 of the sum."""
+    (many, *_) = pair.run(train_narrow, "data 2", make_batches(1)).results
+    one = train_narrow("one process", make_batches(1))
+    for ours, whole in zip(many, one, strict=True):
+        assert ours.shape == whole.shape
+        scale = float(whole.abs().max())
+        torch.testing.assert_close(ours, whole, rtol=0, atol=2e-2 * scale)
+
+
+def export_weights(name, folder, batches):
+    engine = Engine(make_job(), PLANS[name](), make_sgd)
+    list(engine.steps(batches))
+    engine.export(folder)
+
+
+@pytest.mark.parametrize("name", ["folded 4", "chain of 3 and 1 replicas"])
+def test_the_exported_weights_are_those_of_one_process(ranks, name, tmp_path):
+    ranks.run(export_weights, name, str(tmp_path / "out"), make_batches())
+    export_weights("one process", str(tmp_path / "alone"), make_batches())
+    files = sorted(path.name for path in (tmp_path / "alone").iterdir())
+    assert files == sorted(path.name for path in (tmp_path / "out").iterdir())
+    for path in (tmp_path / "alone").iterdir():
+        ours, alone = (torch.load(folder / path.name) for folder in (tmp_path / "out", path.parent))
+        for key, value in alone.items():
+            torch.testing.assert_close(ours[key], value, rtol=1e-12, atol=1e-14)
+
+
+def report(name, num_steps):
+    engine = Engine(make_job(), PLANS[name](), make_sgd)
+    list(engine.steps(make_batches(num_steps)))
+    return engine.report()
+
+
+def test_a_report_tells_bytes_by_edge_and_seconds_by_rank(pair):
+    mine, other = pair.run(report, "chain of 2", 4).results
+    assert str(mine) == str(other)
+    assert len(mine.steps) == 2
+    assert [len(steps) for steps in mine.steps] == [4, 4]
+    for steps in mine.steps:
+        for step in steps:
+            assert 0 < step.pass_s + step.filled_s <= step.seconds
+            kinds = {action.kind for action in step.actions}
+            assert {"forward", "backward", "update", "wait"} <= kinds
+            assert ("encode" in kinds) == (step.step < 3)
+    # Behind layer 4 of 9: the hidden state, which is a skip too, three more skips and the embedding.
+    row_bytes = 6 * 8
+    between = 5 * row_bytes * BATCH
+    # Both stages need text, and latents: for the first input and for the target.
+    frozen = 2 * row_bytes * BATCH // 2
+    assert mine.edges == {(0, 1): between + frozen, (1, 0): between + frozen}
