@@ -56,6 +56,7 @@ def test_many_small_gradients_are_not_lost_in_a_narrow_type():
 def test_stages_with_infinite_gradients_are_found():
     good, bad = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
     sums = GradientSums({1: [good], 4: [bad]}, {}, 100)
+    sums.begin_backward(1, is_final=False)
     (good.sum() + (bad * torch.tensor([1.0, float("inf")])).sum()).backward()
     sums.wait()
     assert sums.find_bad_stages() == [4]

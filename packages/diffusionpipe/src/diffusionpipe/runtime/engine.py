@@ -23,10 +23,10 @@ from diffusionpipe.planner.plan import Plan
 from diffusionpipe.runtime.agreement import add_losses, check_alike, check_close
 from diffusionpipe.runtime.checkpoint import load_state, save_state
 from diffusionpipe.runtime.executor import Executor
-from diffusionpipe.runtime.instructions import check_splits, compile_programs
+from diffusionpipe.runtime.instructions import Program, check_splits, compile_programs
 from diffusionpipe.runtime.links import Links, group_replicas
 from diffusionpipe.runtime.records import RunReport, collect_report
-from diffusionpipe.runtime.stages import GradientSums, Problem, StageCompute, trace_job
+from diffusionpipe.runtime.stages import GradientSums, Problem, StageCompute, Trace, trace_job
 from diffusionpipe.runtime.weights import gather_weights
 from shared.comms import Group, LedgerSnapshot
 from shared.errors import ConfigError, DataError, MeshyardError
@@ -103,6 +103,7 @@ class Engine:
         facts = {"plan": plan.fingerprint(), "job": about, "seed": seed}
         check_alike(self._control, facts, problem)
         self._running: _Running | None = None
+        self._is_loaded = False
 
     def steps(self, batches: Iterable[Batch]) -> Iterator[float]:
         """Trains a step a batch; every rank calls it alike.
@@ -176,7 +177,7 @@ class Engine:
                 f"{os.fspath(folder)}: expected a checkpoint of seed {self.seed}, got one of seed "
                 f"{facts['seed']}; make the engine with that seed"
             )
-        self.step = facts["step"]
+        self.step, self._is_loaded = facts["step"], True
 
     def export(self, folder: str | os.PathLike[str]) -> None:
         """Writes the pipeline's or backbone's folder with the trained weights; every rank calls it.
@@ -235,36 +236,51 @@ class Engine:
         return loss
 
     def _build(self, batch: Batch) -> _Running:
-        """Builds what depends on the shapes of values, which two rows of the first batch tell."""
-        plan, job = self.plan, self.job
-        problem = None
-        flow = shapes = programs = stages = None
-        facts: dict[str, float] = {}
+        """Builds what depends on the shapes of values, which rows of the first batch tell."""
+        trace, programs, problem = None, [], None
+        sizes: dict[str, float] = {}
         try:
-            flow, shapes, facts = trace_job(job, batch)
-            stages = flow.cut_stages(plan)
-            orders = [plan.order, *([plan.estimate_order] if plan.estimate_order else [])]
-            programs = [compile_programs(replace(plan, order=order), flow) for order in orders]
-            check_splits(plan, [one for each in programs[0] for one in each.messages], shapes)
+            self._check_job(batch)
+            trace = trace_job(self.job, batch)
+            # Loaded weights are those of this rank's stages only, so results may differ.
+            sizes = trace.frozen_sizes | ({} if self._is_loaded else trace.result_sizes)
+            programs = self._compile(trace)
         except MeshyardError as error:
             problem = error
-        check_close(self._control, facts, problem)
-        assert flow is not None, "problems were raised"
-        assert shapes is not None
-        assert programs is not None
-        assert stages is not None
-        held = plan.stages_of(self.rank)
-        groups = group_replicas(plan)
+        check_close(self._control, sizes, problem)
+        assert trace is not None, "a problem was raised"
+        plan = self.plan
+        stages, held = trace.flow.cut_stages(plan), plan.stages_of(self.rank)
         parameters = {
             stage: [self._trained[name] for name in names]
             for stage, names in self._owned[self.rank].items()
         }
-        sums = GradientSums(parameters, groups, plan.bucket_bytes)
-        compute = StageCompute(job, flow, stages, held, sums, self.seed)
-        own = [each[self.rank] for each in programs]
-        links = Links(own, shapes, plan.batch_size)
-        executor = Executor(own, stages, held, links, compute, shapes, plan.batch_size)
+        sums = GradientSums(parameters, group_replicas(plan), plan.bucket_bytes)
+        compute = StageCompute(self.job, trace.flow, stages, held, sums, self.seed)
+        links = Links(programs, trace.shapes, plan.batch_size)
+        executor = Executor(programs, stages, held, links, compute, trace.shapes, plan.batch_size)
         return _Running(executor, compute, sums, self._read_traffic())
+
+    def _check_job(self, batch: Batch) -> None:
+        num_rows = self.job.num_samples(batch)
+        if num_rows > 1:
+            self.job.check(self.job.take(batch, range(2)), seed=self.seed)
+        elif self.plan.batch_size > 1:
+            raise DataError(
+                "first batch: expected two samples or more, by which shapes of values are learned, "
+                "got 1; begin with a whole batch"
+            )
+
+    def _compile(self, trace: Trace) -> list[Program]:
+        """This rank's programs: of a plain step, and of one with self-conditioning."""
+        programs = []
+        orders = [self.plan.order, self.plan.estimate_order]
+        for order in orders if self.plan.estimate_order else orders[:1]:
+            every = compile_programs(replace(self.plan, order=order), trace.flow)
+            messages = [message for program in every for message in program.messages]
+            check_splits(self.plan, messages, trace.shapes)
+            programs.append(every[self.rank])
+        return programs
 
     def _check_world(self) -> None:
         num_ranks = 1 if self._group is None else self._group.world_size

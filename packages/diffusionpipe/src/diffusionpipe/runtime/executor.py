@@ -155,21 +155,21 @@ class Executor:
         """
         self._begin(program, num_rows, num_next, num_rows)
         late: list[Instruction] = []
-        for index, instruction in enumerate(self._program.instructions):
-            self._links.look_ahead(index)
-            try:
+        place = "the start"
+        try:
+            for index, instruction in enumerate(self._program.instructions):
+                place = describe_action(instruction.action)
+                self._links.look_ahead(index)
                 if instruction.action.kind == "encode" and self._is_late(index):
                     late.append(instruction)
                 else:
                     self._run(instruction, late)
-            except MeshyardError as error:
-                error.add_note(
-                    f"rank {self._program.rank} was at {describe_action(instruction.action)} of step "
-                    f"{self.recorder.current.step}"
-                )
-                raise
-        with self.recorder.time("wait", name="messages to be sent"):
-            self._links.finish()
+            with self.recorder.time("wait", name="messages to be sent"):
+                self._links.finish()
+        except MeshyardError as error:
+            step = self.recorder.current.step
+            error.add_note(f"rank {self._program.rank} was at {place} in step {step}")
+            raise
 
     def _begin(
         self, program: int, num_rows: int, num_next: int | None, num_passing: int | None

@@ -3,6 +3,6 @@
 from diffusionpipe.runtime.stages.compute import StageCompute
 from diffusionpipe.runtime.stages.gradients import GradientSums
 from diffusionpipe.runtime.stages.health import Health, Problem
-from diffusionpipe.runtime.stages.tracing import trace_job
+from diffusionpipe.runtime.stages.tracing import Trace, trace_job
 
-__all__ = ["GradientSums", "Health", "Problem", "StageCompute", "trace_job"]
+__all__ = ["GradientSums", "Health", "Problem", "StageCompute", "Trace", "trace_job"]

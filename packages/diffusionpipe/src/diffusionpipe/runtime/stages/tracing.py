@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,29 +14,38 @@ from diffusionpipe.job.job import Job
 from diffusionpipe.job.layers import OUTPUT
 from diffusionpipe.runtime.instructions import BackboneFlow, Dataflow
 from diffusionpipe.runtime.shapes import Shapes, ValueShape
-from shared.errors import DataError
 
-__all__ = ["trace_job"]
+__all__ = ["Trace", "trace_job"]
 
 
-def trace_job(job: Job, batch: Mapping[str, Any]) -> tuple[Dataflow, Shapes, dict[str, float]]:
+class Trace(NamedTuple):
+    """What a few rows tell of a job.
+
+    Attributes:
+        flow: names of its values.
+        shapes: of its values.
+        frozen_sizes: mean size of each frozen output.
+        result_sizes: mean size of each backbone's output.
+    """
+
+    flow: Dataflow
+    shapes: Shapes
+    frozen_sizes: dict[str, float]
+    result_sizes: dict[str, float]
+
+
+def trace_job(job: Job, batch: Mapping[str, Any]) -> Trace:
     """Runs one row and two rows through the job; all ranks find the same.
 
     Args:
         job: whose values are asked for.
-        batch: the first batch of a training run.
-
-    Returns:
-        Names, shapes, and mean sizes of frozen outputs and results by name, by which ranks with other
-        weights or batches are found.
+        batch: the first batch of a training run, with a row or more.
 
     Raises:
         DataError: a value's type or number of dimensions depends on the number of rows.
     """
+    # Of a single row all shapes are taken as they are, which fits batches of one row.
     num_rows = min(2, job.num_samples(batch))
-    if not num_rows:
-        raise DataError("expected a first batch with rows, got an empty one; leave it out")
-    # With a single row all shapes are taken as they are, which fits batches of one row.
     one, two = (_run(job, job.take(batch, range(count)), count) for count in (1, num_rows))
     feeds = job.feeds(job.take(batch, range(num_rows)))
     backbones, values = [], []
@@ -52,12 +61,21 @@ def trace_job(job: Job, batch: Mapping[str, Any]) -> tuple[Dataflow, Shapes, dic
             )
         )
     frozen = {key: ValueShape.between(one.frozen[key], two.frozen[key]) for key in one.frozen}
-    device = next(iter(one.values[0].values())).device
-    flow = Dataflow(backbones=tuple(backbones), components=one.components)
-    results = {f"the output of backbone {i}": v[OUTPUT] for i, v in enumerate(two.values)}
-    told = {f"frozen {name!r}": value for name, value in two.frozen.items()} | results
-    sizes = {name: float(value.detach().double().abs().mean()) for name, value in told.items()}
-    return flow, Shapes(values=tuple(values), frozen=frozen, device=device), sizes
+    return Trace(
+        flow=Dataflow(backbones=tuple(backbones), components=one.components),
+        shapes=Shapes(
+            values=tuple(values), frozen=frozen, device=next(iter(one.values[0].values())).device
+        ),
+        frozen_sizes={f"frozen {k!r}": _measure_size(v) for k, v in two.frozen.items()},
+        result_sizes={
+            f"the output of backbone {index}": _measure_size(values[OUTPUT])
+            for index, values in enumerate(two.values)
+        },
+    )
+
+
+def _measure_size(value: Tensor) -> float:
+    return float(value.detach().double().abs().mean())
 
 
 class _Seen:
