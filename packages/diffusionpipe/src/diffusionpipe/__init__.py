@@ -1,7 +1,7 @@
-"""Sums of many ranges of one array by prefix sums: the placeholder of a new package."""
+"""Trains diffusion models in stages over slow links, frozen parts running while training waits."""
 
-import importlib
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 import shared
 
@@ -15,14 +15,62 @@ if getattr(shared, "__project__", None) != "meshyard":
         "`pip install --force-reinstall --no-deps ./shared`."
     )
 
+if TYPE_CHECKING:
+    from diffusionpipe.job import losses
+    from diffusionpipe.job.chain import Chain, chain
+    from diffusionpipe.job.draws import Draw
+    from diffusionpipe.job.job import Job
+    from diffusionpipe.job.layers import Layer
+    from diffusionpipe.planner.partitioning.bidirectional import partition_bidirectional
+    from diffusionpipe.planner.partitioning.partition import partition
+    from diffusionpipe.planner.plan import Plan
+    from diffusionpipe.planner.search.search import plan
+    from diffusionpipe.profiler.job_profile import JobProfile
+    from diffusionpipe.profiler.measure import profile
+    from diffusionpipe.runtime.engine import Engine
+    from diffusionpipe.simulator import simulate, simulate_bidirectional
+
+__all__ = [
+    "Chain",
+    "Draw",
+    "Engine",
+    "Job",
+    "JobProfile",
+    "Layer",
+    "Plan",
+    "chain",
+    "losses",
+    "partition",
+    "partition_bidirectional",
+    "plan",
+    "profile",
+    "simulate",
+    "simulate_bidirectional",
+]
+
 __version__ = "0.1.0"
 
-# Public name -> its module, imported at first use so that `diffusionpipe --help` stays fast.
-_HOME = {"METHODS": "diffusionpipe.summing.registry", "range_sums": "diffusionpipe.summing.ranges"}
-__all__ = ["METHODS", "__version__", "range_sums"]
+# Module -> its public names, imported at first use so that `diffusionpipe --help` stays fast.
+_HOMES = {
+    "job.chain": ("Chain", "chain"),
+    "job.draws": ("Draw",),
+    "job.job": ("Job",),
+    "job.layers": ("Layer",),
+    "planner.partitioning.bidirectional": ("partition_bidirectional",),
+    "planner.partitioning.partition": ("partition",),
+    "planner.plan": ("Plan",),
+    "planner.search.search": ("plan",),
+    "profiler.job_profile": ("JobProfile",),
+    "profiler.measure": ("profile",),
+    "runtime.engine": ("Engine",),
+    "simulator": ("simulate", "simulate_bidirectional"),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'diffusionpipe' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME[name]), name)
+    if name == "losses":
+        return import_module("diffusionpipe.job.losses")
+    if name in _HOME_OF:
+        return getattr(import_module(f"diffusionpipe.{_HOME_OF[name]}"), name)
+    raise AttributeError(f"module 'diffusionpipe' has no attribute {name!r}")

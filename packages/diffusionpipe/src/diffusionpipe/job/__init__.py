@@ -1,0 +1,1 @@
+"""Describes a training job: a backbone cut into layers, frozen functions, inputs and a loss."""

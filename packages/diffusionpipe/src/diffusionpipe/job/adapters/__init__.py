@@ -1,0 +1,1 @@
+"""Cuts models of diffusers into layers, one file a family."""

@@ -1,0 +1,1 @@
+"""Checks by trial: layers against a forward, rows of frozen functions, what inputs depend on."""

