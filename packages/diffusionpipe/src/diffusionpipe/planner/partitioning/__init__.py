@@ -1,0 +1,1 @@
+"""Cuts chains of layers into stages, by dynamic programming."""

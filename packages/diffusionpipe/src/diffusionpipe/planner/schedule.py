@@ -1,0 +1,220 @@
+"""The order of passes on each device, as static lists.
+
+A chain runs 1F1B (PipeDream-Flush, arXiv 2006.09503). For a folded chain, for two opposite ones and
+for steps with a self-conditioning pass no fixed rule is best; their orders are read off an event
+simulation: a device takes the ready pass that is farthest along, backward before forward, and a new
+micro-batch enters when few enough are in flight. All lists are executed as they stand, whatever the
+passes really take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import ceil
+
+from diffusionpipe.planner.plan import Action, Kind
+from shared.topology import Operation, Replay, Timeline
+
+__all__ = [
+    "Order",
+    "count_in_flight",
+    "order_1f1b",
+    "order_by_events",
+    "order_opposite",
+    "replay_opposite",
+]
+
+Order = tuple[tuple[Action, ...], ...]
+"""Actions by device."""
+
+# Micro-batches in flight, as a multiple of the devices, beyond which more never won in simulations.
+_MAX_WINDOW = 2
+
+
+def order_1f1b(num_stages: int, num_micro_batches: int, *, ahead: float = 0.0) -> Order:
+    """Orders the passes of a chain with a stage a device.
+
+    Stage s runs min(S - s, M) forward passes, then alternates backward and forward.
+
+    Args:
+        num_stages: of the chain.
+        num_micro_batches: of a step.
+        ahead: further forward passes at the beginning for each later stage, which keep a stage busy
+            while messages travel; 0 is the published schedule.
+    """
+    return tuple(
+        tuple(_alternate(stage, num_stages - stage + ceil(ahead * later), num_micro_batches))
+        for stage, later in enumerate(reversed(range(num_stages)))
+    )
+
+
+def order_by_events(
+    device_of: Sequence[int],
+    forward_s: Sequence[float],
+    backward_s: Sequence[float],
+    num_micro_batches: int,
+    *,
+    has_estimate: bool = False,
+    message_s: float = 0.0,
+    max_in_flight: int | None = None,
+) -> Order:
+    """Orders the passes of one backbone whose stages share devices, or that predicts twice.
+
+    Args:
+        device_of: device of each stage; a folded chain's stages d and 2S - 2 - d share device d.
+        forward_s, backward_s: seconds of a micro-batch by stage.
+        num_micro_batches: of a step.
+        has_estimate: all stages run a forward pass without gradient before a micro-batch's forward
+            passes, which need its result.
+        message_s: seconds between passes on two devices.
+        max_in_flight: most micro-batches between their first and last pass; by default what is
+            fastest.
+    """
+    devices = max(device_of) + 1
+    passes: list[tuple[Kind, int]] = [("forward", stage) for stage in range(len(device_of))]
+    passes += [("backward", stage) for stage in reversed(range(len(device_of)))]
+    if has_estimate:
+        passes = [("estimate", stage) for stage in range(len(device_of))] + passes
+    longest = max_in_flight or (_MAX_WINDOW + has_estimate) * devices
+    longest = min(num_micro_batches, longest)
+    timelines = [
+        _replay_window(
+            passes, device_of, (forward_s, backward_s), num_micro_batches, message_s, window
+        )
+        for window in range(min(devices, longest), longest + 1)
+    ]
+    # Of equally fast ones the first has the fewest in flight.
+    best = min(timelines, key=lambda timeline: round(timeline.makespan_s, 12))
+    return _read_order(best, devices)
+
+
+def order_opposite(
+    down_s: Sequence[tuple[float, float]],
+    up_s: Sequence[tuple[float, float]],
+    num_micro_batches: int,
+) -> Order:
+    """Orders the passes of two opposite chains, whose stages are numbered down first, then up.
+
+    Args:
+        down_s, up_s: forward and backward seconds of a micro-batch by stage.
+        num_micro_batches: of a step, of each chain.
+    """
+    return _read_order(replay_opposite(down_s, up_s, num_micro_batches), len(down_s))
+
+
+def replay_opposite(
+    down_s: Sequence[tuple[float, float]],
+    up_s: Sequence[tuple[float, float]],
+    num_micro_batches: int,
+) -> Timeline:
+    """Merges the 1F1B lists of two opposite chains: a device takes what has been ready for longest.
+
+    Of passes that became ready together, a backward one runs first, then one of the chain with more
+    work left.
+
+    Args:
+        down_s, up_s: forward and backward seconds of a micro-batch by stage; device d holds stage d of
+            `down` and stage S - 1 - d of `up`.
+        num_micro_batches: of a step, of each chain.
+
+    Returns:
+        The timeline; operations are named by their actions, up's stages are numbered from S.
+    """
+    devices = len(down_s)
+    operations = []
+    for chain, seconds in enumerate((down_s, up_s)):
+        total_s = sum(forward + backward for forward, backward in seconds)
+        for stage, (forward_s, backward_s) in enumerate(seconds):
+            device = devices - 1 - stage if chain else stage
+            before: Action | None = None
+            actions = list(_alternate(stage, devices - stage, num_micro_batches))
+            for number, action in enumerate(actions):
+                action = action._replace(stage=action.stage + chain * devices)
+                after = _inputs_of(action, chain * devices, devices)
+                left_s = total_s * (1 - number / len(actions))
+                operations.append(
+                    Operation(
+                        name=action,
+                        queue=f"device {device}",
+                        duration_s=forward_s if action.kind == "forward" else backward_s,
+                        after=[*after, *([before] if before else [])],
+                        priority=-left_s if action.kind == "forward" else -left_s - 1e9,
+                    )
+                )
+                before = action
+    queues = {f"device {device}": "readiness" for device in range(devices)}
+    return Replay(operations, queues).run()
+
+
+def count_in_flight(order: Sequence[Sequence[Action]]) -> dict[int, int]:
+    """Counts, by virtual stage, the most micro-batches whose backward pass is still to come."""
+    peaks: dict[int, int] = {}
+    for actions in order:
+        current: dict[int, int] = {}
+        for action in actions:
+            if action.kind in ("forward", "backward"):
+                change = 1 if action.kind == "forward" else -1
+                count = current[action.stage] = current.get(action.stage, 0) + change
+                peaks[action.stage] = max(peaks.get(action.stage, 0), count)
+    return peaks
+
+
+def _alternate(stage: int, warm_up: int, num_micro_batches: int) -> Iterator[Action]:
+    ahead = min(warm_up, num_micro_batches)
+    for m in range(ahead):
+        yield Action("forward", stage, m)
+    for m in range(num_micro_batches):
+        yield Action("backward", stage, m)
+        if m + ahead < num_micro_batches:
+            yield Action("forward", stage, m + ahead)
+
+
+def _inputs_of(action: Action, first_stage: int, num_stages: int) -> list[Action]:
+    """The pass on the neighbouring stage, or the same stage's forward pass, that must come before."""
+    kind, stage, micro_batch = action[:3]
+    if kind == "forward":
+        return [Action("forward", stage - 1, micro_batch)] if stage > first_stage else []
+    if stage + 1 < first_stage + num_stages:
+        return [Action("backward", stage + 1, micro_batch)]
+    return [Action("forward", stage, micro_batch)]
+
+
+def _replay_window(
+    passes: Sequence[tuple[Kind, int]],
+    device_of: Sequence[int],
+    seconds: tuple[Sequence[float], Sequence[float]],
+    num_micro_batches: int,
+    message_s: float,
+    window: int,
+) -> Timeline:
+    """Runs each micro-batch through its passes, with at most `window` of them in flight."""
+    operations = []
+    for m in range(num_micro_batches):
+        before = Action(*passes[-1], m - window) if m >= window else None
+        # The farthest pass runs first, then the earliest micro-batch.
+        for progress, (kind, stage) in enumerate(passes):
+            action = Action(kind, stage, m)
+            is_near = before is None or device_of[before.stage] == device_of[stage]
+            lag_s = message_s if progress and not is_near else 0.0
+            operations.append(
+                Operation(
+                    name=action,
+                    queue=f"device {device_of[stage]}",
+                    duration_s=seconds[kind == "backward"][stage],
+                    after={before: lag_s} if before else {},
+                    priority=m - progress * num_micro_batches,
+                )
+            )
+            before = action
+    queues = {f"device {device}": "priority" for device in range(max(device_of) + 1)}
+    return Replay(operations, queues).run()
+
+
+def _read_order(timeline: Timeline, devices: int) -> Order:
+    lists: list[list[Action]] = [[] for _ in range(devices)]
+    number = {f"device {device}": device for device in range(devices)}
+    for i in timeline.order:
+        operation = timeline.graph.operations[i]
+        if isinstance(operation.queue, str) and isinstance(operation.name, Action):
+            lists[number[operation.queue]].append(operation.name)
+    return tuple(map(tuple, lists))

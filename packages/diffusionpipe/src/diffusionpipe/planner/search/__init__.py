@@ -1,0 +1,1 @@
+"""Chooses among shapes of plans, and makes whole plans of the best."""

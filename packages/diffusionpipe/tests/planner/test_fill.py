@@ -1,0 +1,140 @@
+"""Frozen parts in idle time: everything once, nothing late, idle time used."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from diffusionpipe.planner.fill import FrozenCost, encode_first, fill_idle, split_evenly
+from diffusionpipe.planner.slots import DeviceSlots, find_slots, share_evenly
+from shared.topology import Operation, Replay
+
+
+def replay(*operations):
+    return Replay([Operation(*each) for each in operations]).run()
+
+
+def test_free_time_of_a_pass_is_used_up_to_who_waits_for_it():
+    # B on rank 0 starts at 4 and ends at 5; D on rank 1 waits for it from 5 on, so B cannot move.
+    # C ends at 2 and nobody waits for it before the end at 8: the time behind it is one gap.
+    timeline = replay(
+        ("A", "rank 1", 4), ("B", "rank 0", 1, ["A"]), ("D", "rank 1", 1, ["B"]),
+        ("E", "rank 0", 1, ["D"]), ("F", "rank 1", 2),
+    )  # fmt: skip
+    first, second = find_slots(timeline, ["rank 0", "rank 1"])
+    assert timeline.makespan_s == 8
+    assert first.latest_s == [4, 7]
+    offered = []
+    first.walk(lambda position, available_s: offered.append((position, available_s)) or 0.0)
+    assert offered == [(0, 4), (1, 2), (2, 1)]
+    offered = []
+    second.walk(lambda position, available_s: offered.append((position, available_s)) or 0.0)
+    assert offered == [(1, 1), (3, 0)]
+
+
+def test_a_message_that_can_wait_lets_its_pass_wait():
+    # The message of 1 s is needed at 6 only; so its pass may end at 5 instead of 1.
+    timeline = replay(
+        ("A", "rank 0", 1), ("send", "0 to 1", 1, ["A"]), ("B", "rank 1", 6),
+        ("C", "rank 1", 1, ["send"]),
+    )  # fmt: skip
+    slots = find_slots(timeline, ["rank 0", "rank 1"])
+    assert slots[0].latest_s == [4]
+
+
+def test_work_is_inserted_before_the_pass_that_waits():
+    slots = DeviceSlots([1.0, 4.0], [1.0, 1.0], [1.0, 4.0], 6.0)
+    cost = FrozenCost("vae", [0.0, 0.5, 1.0])
+    insertions = fill_idle([slots], [cost], 5)
+    assert [(each.position, each.count) for each in insertions] == [(0, 2), (1, 3)]
+    assert slots.finish_s == 5
+
+
+def test_what_fits_nowhere_goes_to_the_end_of_who_finishes_first():
+    early = DeviceSlots([0.0], [2.0], [8.0], 3.0)
+    late = DeviceSlots([0.0], [3.0], [7.0], 3.0)
+    cost = FrozenCost("vae", [0.0, 2.0])
+    insertions = fill_idle([early, late], [cost], 3)
+    counts = [sum(each.count for each in insertions if each.device == device) for device in (0, 1)]
+    assert counts == [2, 1]
+    assert max(early.finish_s, late.finish_s) == 6
+
+
+def test_quotas_are_kept():
+    slots = [DeviceSlots([0.0], [1.0], [9.0], 10.0) for _ in range(2)]
+    insertions = fill_idle(slots, [FrozenCost("vae", [0.0, 1.0])], 6, {"vae": [5, 1]})
+    assert [(each.device, each.count) for each in insertions] == [(0, 5), (1, 1)]
+
+
+def test_frozen_cost_counts_in_chunks():
+    cost = FrozenCost("vae", [0.0, 2.0, 3.0])
+    assert [cost.time_s(count) for count in range(6)] == [0, 2, 3, 5, 6, 8]
+    fits = [(1.9, 0), (2.0, 1), (3.0, 2), (4.9, 2), (5, 3), (6, 4), (100, 9)]
+    assert [cost.count_fitting(available, 9) for available, _ in fits] == [each for _, each in fits]
+
+
+@given(st.floats(0, 50), st.integers(1, 30))
+def test_what_is_said_to_fit_fits(available_s, num_samples):
+    cost = FrozenCost("vae", [0.0, 1.0, 1.5, 4.0])
+    count = cost.count_fitting(available_s, num_samples)
+    assert 0 <= count <= num_samples
+    assert cost.time_s(count) <= available_s * (1 + 1e-9)
+
+
+times = st.floats(0, 2).map(lambda value: round(value, 2))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 4), st.integers(0, 20), st.data())
+def test_every_sample_is_encoded_once_and_nothing_gets_late(devices, num_samples, data):
+    slots = []
+    for _ in range(devices):
+        gaps = data.draw(st.lists(st.tuples(times, times), min_size=1, max_size=5))
+        start, clock = [], 0.0
+        for gap, duration in gaps:
+            start.append(clock + gap)
+            clock += gap + duration
+        slots.append(DeviceSlots(start, [each for _, each in gaps], list(start), clock))
+    end_s = max(each.end_s for each in slots)
+    for each in slots:
+        each.end_s = end_s
+    costs = [FrozenCost("vae", [0.0, 0.3, 0.5]), FrozenCost("text", [0.0, 0.02])]
+    insertions = fill_idle(slots, costs, num_samples)
+    for cost in costs:
+        own = [each.count for each in insertions if each.name == cost.name]
+        assert sum(own) == num_samples
+        assert all(count > 0 for count in own)
+    # Passes start no later than before: what was inserted ends by then.
+    for device, each in enumerate(slots):
+        clock = 0.0
+        for position, (start, duration) in enumerate(
+            zip(each.start_s, each.duration_s, strict=True)
+        ):
+            clock += each.inserted_s[position]
+            assert clock <= start + 1e-9
+            clock = start + duration
+        work = sum(
+            cost.time_s(insertion.count)
+            for insertion in insertions
+            for cost in costs
+            if (insertion.device, insertion.name) == (device, cost.name)
+        )
+        assert sum(each.inserted_s) == pytest.approx(work)
+
+
+@given(st.lists(st.floats(0, 10), min_size=1, max_size=5), st.floats(0, 30))
+def test_even_shares_end_together(finish_s, work_s):
+    shares = share_evenly(finish_s, work_s)
+    assert sum(shares) == pytest.approx(work_s, abs=1e-9)
+    ends = [finish + own for finish, own in zip(finish_s, shares, strict=True) if own > 1e-9]
+    assert not ends or max(ends) - min(ends) <= 1e-9
+    # Who gets nothing is busy beyond that end.
+    idle = [finish for finish, own in zip(finish_s, shares, strict=True) if own <= 1e-12]
+    assert not ends or all(finish >= max(ends) - 1e-6 for finish in idle)
+
+
+def test_first_encodes_even_shares():
+    insertions = encode_first(3, [FrozenCost("vae", [0.0, 1.0])], 5)
+    assert [(each.device, each.position, each.count) for each in insertions] == [
+        (0, 0, 2), (1, 0, 2), (2, 0, 1),
+    ]  # fmt: skip
+    assert split_evenly(7, 3) == [3, 2, 2]

@@ -1,0 +1,213 @@
+"""The whole search: what it chooses where, and that what it chooses holds together."""
+
+import pytest
+
+from diffusionpipe import Plan, plan
+from shared.errors import ConfigError
+from shared.topology import Cluster, Link
+from shared.topology.device import CPU
+from shared.units import Gbps, Mbps
+
+
+def make_cluster(hosts, per_host=1, rate=100 * Mbps, device=CPU):
+    return Cluster.uniform(
+        hosts, per_host, device, network=Link.from_rate(rate, alpha_s=1e-4),
+        local=Link.from_rate(100 * Gbps, alpha_s=1e-5),
+    )  # fmt: skip
+
+
+def check_holds_together(chosen, profile, execute):
+    """Every sample of every component once, every pass once, no deadlock, consistent bytes."""
+    for name in profile.frozen_s:
+        rows = [
+            row
+            for actions in chosen.order
+            for action in actions
+            if action.kind == "encode" and action.name == name
+            for row in range(*action.samples)
+        ]
+        assert sorted(rows) == list(range(chosen.batch_size))
+        owned = [
+            (rank, row)
+            for rank, ranges in enumerate(chosen.owners[name])
+            for first, stop in ranges
+            for row in range(first, stop)
+        ]
+        encoded = [
+            (rank, row)
+            for rank, actions in enumerate(chosen.order)
+            for action in actions
+            if action.kind == "encode" and action.name == name
+            for row in range(*action.samples)
+        ]
+        assert sorted(owned) == sorted(encoded)
+    for rank, actions in enumerate(chosen.order):
+        stages = chosen.stages_of(rank)
+        assert actions[-1].kind == "step"
+        for stage in stages:
+            kinds = [each.kind for each in actions if each.stage == stage]
+            assert kinds.count("forward") == kinds.count("backward") == chosen.num_micro_batches
+            assert kinds.count("sum") == (len(chosen.devices[stage]) > 1)
+            if "sum" in kinds:
+                assert kinds[-1] == "sum"
+    for stage, ranks in enumerate(chosen.devices):
+        rows = [
+            row
+            for m in range(chosen.num_micro_batches)
+            for rank in ranks
+            for row in chosen.samples(stage, m, rank)
+        ]
+        assert sorted(rows) == list(range(chosen.batch_size))
+    # One group's lists run to their end on their own.
+    group = [
+        [each for each in chosen.order[rank] if each.kind in ("forward", "backward")]
+        for rank in dict.fromkeys(own[0] for own in chosen.devices)
+    ]
+    execute(group, [len(chosen.spans)])
+
+
+@pytest.mark.parametrize("placement", ["data", "chain", "folded"])
+@pytest.mark.parametrize("hosts", [2, 4])
+def test_plans_hold_together(make_profile, execute, placement, hosts):
+    profile = make_profile(9, skips=True)
+    chosen = plan(None, profile, make_cluster(hosts), batch_size=16, placement=placement)
+    assert chosen.placement == placement
+    check_holds_together(chosen, profile, execute)
+    assert chosen.predicted_s >= chosen.limit_s
+    assert chosen.cached_s <= chosen.predicted_s * (1 + 1e-9)
+    assert chosen.predicted_s <= chosen.unfilled_s * (1 + 1e-9)
+
+
+def test_slow_links_choose_a_pipeline_and_fast_ones_do_not(make_profile):
+    profile = make_profile(9, gradient_bytes=6_000_000)
+    slow = plan(None, profile, make_cluster(2), batch_size=16)
+    assert slow.placement in ("chain", "folded")
+    assert "Do not pipeline" not in slow.explain()
+    fast = plan(None, profile, make_cluster(2, rate=1000 * Gbps), batch_size=16)
+    assert fast.placement == "data"
+    assert fast.explain().startswith("Do not pipeline. Data parallel on 2 ranks")
+
+
+def test_heavy_skips_choose_folding(make_profile):
+    profile = make_profile(9, skips=True, gradient_bytes=6_000_000, hidden_bytes=60_000)
+    chosen = plan(None, profile, make_cluster(2), batch_size=16)
+    assert chosen.placement == "folded"
+    chain = plan(None, profile, make_cluster(2), batch_size=16, placement="chain")
+    assert chain.predicted_s > chosen.predicted_s
+    count = sum(chosen.edges.values()) / sum(chain.edges.values())
+    assert count < 0.5
+
+
+def test_explain_names_the_runner_up_the_limit_and_the_cache(make_profile):
+    text = plan(None, make_profile(9), make_cluster(2), batch_size=16).explain()
+    for words in ("Runner-up: ", "Limit: ", "Idle time left: ", "from a cache, ", "With links "):
+        assert words in text
+
+
+def test_memory_is_a_hard_bound(make_profile):
+    from dataclasses import replace
+
+    # Weights, gradients and moments of 8 layers need 4 x 8 x 100 MB; two stages halve that.
+    profile = make_profile(8, gradient_bytes=100_000_000, frozen_s=0.0)
+    small = replace(CPU, memory_bytes=2_000_000_000)
+    chosen = plan(None, profile, make_cluster(2, rate=1000 * Gbps, device=small), batch_size=16)
+    assert chosen.placement != "data"
+    assert all(each.peak_bytes <= small.memory_bytes for each in chosen.ranks)
+    assert any(not each.is_feasible for each in chosen.candidates)
+    assert "too much" in chosen.explain()
+    tiny = replace(CPU, memory_bytes=1_000_000_000)
+    with pytest.raises(ConfigError, match=r"plan: expected a plan within 954 MiB a device, got"):
+        plan(None, profile, make_cluster(2, device=tiny), batch_size=16)
+
+
+def test_a_chosen_plan_is_saved_and_read(make_profile, tmp_path):
+    chosen = plan(None, make_profile(6), make_cluster(2), batch_size=8)
+    chosen.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == chosen
+
+
+def test_fixed_numbers_are_kept(make_profile):
+    chosen = plan(
+        None, make_profile(8), make_cluster(4), batch_size=16, num_stages=4, num_micro_batches=8
+    )
+    assert (chosen.num_stages, chosen.num_micro_batches) == (4, 8)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"num_micro_batches": 3}, r"one of 1, 2, 4, 8, 16, got 3"),
+        ({"num_stages": 3}, r"num_stages: expected 1 to 2 \(2 ranks, 8 layers\), got 3"),
+        (
+            {"placement": "ring"},
+            "placement: expected one of data, chain, folded for a job of 1 backbones",
+        ),
+        ({"batch_size": 0}, "batch_size: expected 1 or more, got 0"),
+        ({"num_stages": 2, "placement": "data"}, "expected 1 for placement 'data'"),
+        ({"batch_size": 7, "placement": "data"}, "choose a multiple of 2"),
+    ],
+)
+def test_bad_choices_are_refused(make_profile, options, text):
+    with pytest.raises(ConfigError, match=text):
+        plan(None, make_profile(8), make_cluster(2), **{"batch_size": 16} | options)
+
+
+@pytest.mark.parametrize("placement", ["data", "opposite"])
+def test_two_backbones_share_devices(make_profile, execute, placement):
+    profile = make_profile(6, chains=2)
+    chosen = plan(None, profile, make_cluster(2), batch_size=8, placement=placement)
+    assert chosen.placement == placement
+    passes = [
+        [each for each in actions if each.kind in ("forward", "backward")]
+        for actions in (chosen.order if placement == "opposite" else chosen.order[:1])
+    ]
+    execute(passes, [chosen.num_stages] * 2)
+    if placement == "opposite":
+        assert chosen.devices == ((0,), (1,), (1,), (0,))
+        assert [span[0] for span in chosen.spans] == [0, chosen.spans[0][1]] * 1 + [
+            0, chosen.spans[2][1]
+        ]  # fmt: skip
+        assert chosen.backbones == (0, 0, 1, 1)
+    rows = [
+        row
+        for actions in chosen.order
+        for action in actions
+        if action.kind == "encode"
+        for row in range(*action.samples)
+    ]
+    assert sorted(rows) == list(range(8))
+
+
+def test_two_backbones_do_not_fold(make_profile):
+    with pytest.raises(
+        ConfigError, match="expected one of data, opposite for a job of 2 backbones"
+    ):
+        plan(None, make_profile(6, chains=2), make_cluster(2), batch_size=8, placement="folded")
+
+
+@pytest.mark.parametrize("placement", ["data", "chain", "folded"])
+def test_a_step_that_predicts_twice_has_an_order_of_its_own(make_profile, placement):
+    from dataclasses import replace
+
+    profile = make_profile(8)
+    chain = replace(profile.chains[0], feeds={"x": ("z", "estimate"), "target": ("z",)})
+    profile = replace(profile, self_conditioning=0.5, chains=(chain,))
+    chosen = plan(None, profile, make_cluster(2), batch_size=8, placement=placement)
+    stages, count = len(chosen.spans), chosen.num_micro_batches
+    for rank, actions in enumerate(chosen.estimate_order):
+        estimates = [each for each in actions if each.kind == "estimate"]
+        assert len(estimates) == len(chosen.stages_of(rank)) * count
+        # The same rank encodes the same rows in both kinds of steps.
+        assert sorted(each for each in actions if each.kind == "encode" and each.name == "z") != []
+        rows = [
+            sorted(row for each in own if each.kind == "encode" for row in range(*each.samples))
+            for own in (actions, chosen.order[rank])
+        ]
+        assert rows[0] == rows[1]
+    plain = plan(
+        None, make_profile(8), make_cluster(2), batch_size=8, placement=placement,
+        num_micro_batches=count,
+    )  # fmt: skip
+    # Half of the steps have one more forward pass.
+    assert plain.predicted_s < chosen.predicted_s < 1.4 * plain.predicted_s
+    assert stages == len(plain.spans)
