@@ -196,15 +196,13 @@ class Plan:
         Raises:
             ConfigError: the rank does not hold the stage.
         """
-        ranks = self.devices[stage]
-        if rank not in ranks:
-            raise ConfigError(f"plan: stage {stage} is on the ranks {ranks}, not on {rank}")
-        group, share = divmod(ranks.index(rank), len(ranks) // self.num_groups)
-        group_rows = self.batch_size // self.num_groups
-        rows = group_rows // self.num_micro_batches
-        own = rows * self.num_groups // len(ranks)
-        first = group * group_rows + micro_batch * rows + share * own
-        return range(first, first + own)
+        if rank not in self._first_rows[stage]:
+            raise ConfigError(
+                f"plan: stage {stage} is on the ranks {self.devices[stage]}, not on {rank}"
+            )
+        rows = self.batch_size // (self.num_groups * self.num_micro_batches)
+        first = self._first_rows[stage][rank] + micro_batch * rows
+        return range(first, first + rows * self.num_groups // len(self.devices[stage]))
 
     def explain(self) -> str:
         """Describes the plan: winner, runner-up, limit, idle time, and what would change the choice."""
@@ -250,6 +248,19 @@ class Plan:
             tree[name] = [[_write_action(each) for each in own] for own in getattr(self, name)]
         # Through text and back, so that tuples are lists in a new plan as in a loaded one.
         return json.loads(json.dumps(tree))
+
+    @cached_property
+    def _first_rows(self) -> list[dict[int, int]]:
+        """By stage, the first row of each of its ranks in micro-batch 0."""
+        group_rows = self.batch_size // self.num_groups
+        firsts = []
+        for ranks in self.devices:
+            count = len(ranks) // self.num_groups
+            own = group_rows // self.num_micro_batches // count
+            firsts.append(
+                {rank: i // count * group_rows + i % count * own for i, rank in enumerate(ranks)}
+            )
+        return firsts
 
     @cached_property
     def _stages_by_rank(self) -> list[tuple[int, ...]]:

@@ -153,6 +153,7 @@ class PlanReplay:
 
     def _list_step(self, step: int, is_passes_only: bool) -> Iterator[Operation]:
         needs: dict[Hashable, list[Hashable]] = {}
+        arrivals: dict[int, list[Hashable]] = {}  # frozen outputs of the step before
         for number, each in enumerate(self.deliveries):
             name = ("message", number, step)
             sent_by = self._sending_pass(each)
@@ -162,17 +163,16 @@ class PlanReplay:
                 self._cluster.link(each.sender, each.receiver).time_s(each.num_bytes),
                 [self._name_last(sent_by, each.sender, step)],
             )
-            if each.kind != "encode":
+            if each.kind == "encode":
+                if step:
+                    arrivals.setdefault(each.receiver, []).append(("message", number, step - 1))
+            else:
                 needs.setdefault(
                     (each.needed_by or each.kind, each.target, each.micro_batch, each.receiver), []
                 ).append(name)
         last: list[Hashable] = []
         for rank, actions in enumerate(self._order):
-            arrived = [
-                ("message", number, step - 1)
-                for number, each in enumerate(self.deliveries)
-                if step and each.kind == "encode" and each.receiver == rank
-            ]
+            arrived = arrivals.get(rank, [])
             names: list[Hashable] = []
             for action in actions:
                 if action.kind in ("sum", "step"):

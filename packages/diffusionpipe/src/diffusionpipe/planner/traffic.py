@@ -109,6 +109,10 @@ def match_rows(
         source, target: virtual stages.
         micro_batch: index of the micro-batch.
     """
+    if len(plan.devices[source]) == len(plan.devices[target]):
+        for sender, receiver in zip(plan.devices[source], plan.devices[target], strict=True):
+            yield sender, receiver, plan.samples(source, micro_batch, sender)
+        return
     for sender in plan.devices[source]:
         rows = plan.samples(source, micro_batch, sender)
         for receiver in plan.devices[target]:

@@ -4,8 +4,9 @@ Minimises (M + 2S - 2) W + Y, with W the period (the longest stage or used cut) 
 exposed of the sums of gradients. As the two terms are maxima of different things, the best
 beginning of a partition need not be part of the best partition; we keep a Pareto set of (W, Y) in
 each state. Two departures. The paper goes from the first stage to the last; we go backwards, because
-what hides a stage's sum is the backward time of earlier stages, which then only lowers Y. And a bound
-on the objective, which grows until a solution is found, makes most states impossible.
+what hides a stage's sum is the backward time of earlier stages, which then only lowers Y. And we go
+through intervals of W from the least possible one on: within one, the best objective so far and the
+fewest devices that each beginning needs rule out most states.
 """
 
 from __future__ import annotations
@@ -28,9 +29,11 @@ __all__ = [
     "sum_spans",
 ]
 
-# How much the bound on the objective grows where it was too low, and to which share of itself the
-# least period is known before.
-_GROWTH, _PRECISION = 1.2, 1e-4
+# Width of the first interval of periods and of those after it, and of what is known of the least
+# period before, as shares of the period.
+_FIRST_WIDTH, _WIDTH, _PRECISION = 0.03, 0.1, 1e-4
+# Factor over the least period's share beyond which a greedy solution of any period is looked for.
+_GREEDY = 1.5
 
 Numbers = Sequence[float] | np.ndarray
 
@@ -152,28 +155,34 @@ def solve_stages(
     devices = tables.time_s.shape[2] - 1
     weight = num_micro_batches + 2 * num_stages - 2
     low_s, high_s = _bracket_period(tables, num_stages, devices)
-    # Every solution's period is a stage's time or a cut's, and its sync is a stage's.
-    finite_s = tables.time_s[np.isfinite(tables.time_s)]
-    longest_s = max(finite_s.max(), tables.cut_s.max())
-    top_s = min(weight * longest_s + tables.sync_s.max(), ceiling_s) * (1 + 1e-9)
-    stops, replicas = np.zeros(num_stages, np.int64), np.zeros(num_stages, np.int64)
-    bound_s = weight * high_s * (1 + 1e-9)
-    while True:
-        bound_s = min(bound_s, top_s)
+    # Every solution's period is a stage's time or a cut's.
+    longest_s = max(tables.time_s[np.isfinite(tables.time_s)].max(), tables.cut_s.max())
+    best, bound_s = None, ceiling_s
+
+    def look(low_s: float, limit_s: float, is_greedy: bool = False) -> None:
+        """Looks for a better solution whose period is in an interval."""
+        nonlocal best, bound_s
+        stops, replicas = np.zeros(num_stages, np.int64), np.zeros(num_stages, np.int64)
         objective_s = find_stages(
             tables.time_s, tables.backward_s, tables.sync_s, tables.cut_s, tables.fixed_bytes,
             tables.flight_bytes, tables.limit_bytes, num_stages, num_micro_batches, float(weight),
-            low_s, bound_s, stops, replicas,
+            low_s, limit_s, bound_s, is_greedy, stops, replicas,
         )  # fmt: skip
-        if np.isfinite(objective_s) or bound_s >= top_s:
-            break
-        bound_s *= _GROWTH
-    if not np.isfinite(objective_s):
-        return None
-    starts = [0, *stops[:-1].tolist()]
-    stages = tuple(zip(starts, stops.tolist(), strict=True))
-    counts = tuple(replicas.tolist())
-    return Partition(stages, counts, _objective_s(tables, stages, counts, weight))
+        if objective_s < bound_s:
+            stages = tuple(zip([0, *stops[:-1].tolist()], stops.tolist(), strict=True))
+            counts = tuple(replicas.tolist())
+            best = Partition(stages, counts, _objective_s(tables, stages, counts, weight))
+            bound_s = best.objective_s
+
+    limit_s = high_s * (1 + _FIRST_WIDTH)
+    look(low_s, limit_s)
+    if bound_s > _GREEDY * weight * low_s:
+        # Sums matter: a good solution of any period spares most states of the intervals.
+        look(low_s, longest_s, is_greedy=True)
+    while limit_s <= longest_s and weight * limit_s < bound_s:
+        low_s, limit_s = limit_s, limit_s * (1 + _WIDTH)
+        look(low_s, limit_s)
+    return best
 
 
 def sum_spans(values: Numbers) -> np.ndarray:

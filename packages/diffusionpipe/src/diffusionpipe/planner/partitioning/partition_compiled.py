@@ -77,21 +77,21 @@ def _insert(front, size, label):
 
 
 @compiled
-def _grow(labels, needed):
-    """Copies columns into an array with room for at least so many."""
-    if needed <= labels.shape[1]:
-        return labels
-    larger = np.empty((labels.shape[0], max(needed, 2 * labels.shape[1])))
-    larger[:, : labels.shape[1]] = labels
+def _make_room(fronts, size):
+    """Copies fronts [front, row, label] into an array with room for more labels than `size` in each."""
+    if size < fronts.shape[2]:
+        return fronts
+    larger = np.empty((fronts.shape[0], fronts.shape[1], 2 * size + 2))
+    larger[:, :, : fronts.shape[2]] = fronts
     return larger
 
 
 @compiled
 def find_stages(
     time_s, backward_s, sync_s, cut_s, fixed_bytes, flight_bytes, limit_bytes,
-    num_stages, num_micro_batches, weight, low_s, bound_s, stops, replicas,
+    num_stages, num_micro_batches, weight, low_s, limit_s, bound_s, is_greedy, stops, replicas,
 ):  # fmt: skip
-    """The stages with the least weight x period + exposed sync, if that is at most a bound.
+    """The stages with the least weight x period + exposed sync, if that is below a bound.
 
     Works from the last stage to the first. A state is (stages left, first layer, devices left); its
     labels are pairs (period, sync): the longest stage or used cut so far, and the seconds by which
@@ -108,8 +108,10 @@ def find_stages(
             micro-batches) in flight.
         num_stages, num_micro_batches: of the pipeline.
         weight: micro-batches + 2 stages - 2.
-        low_s: a period that no solution is below.
-        bound_s: largest objective of interest.
+        low_s: shorter periods count as this.
+        limit_s: longest period of interest.
+        bound_s: least objective that is of no interest.
+        is_greedy: keep one label a state, which finds a good solution and perhaps not the best.
         stops: written: layer behind each stage.
         replicas: written: devices of each stage.
 
@@ -117,12 +119,13 @@ def find_stages(
         The objective, or infinity.
     """
     layers, devices = time_s.shape[0] - 1, time_s.shape[2] - 1
-    limit_s = bound_s / weight
     fewest = count_fewest_devices(time_s, cut_s, num_stages, limit_s)
     pool, pool_size = np.empty((5, 1024)), 0
     begins = np.zeros((num_stages + 1, layers + 1, devices + 1), np.int64)
     counts = np.zeros((num_stages + 1, layers + 1, devices + 1), np.int64)
-    front, label = np.empty((5, 64)), np.empty(5)
+    # Fronts of all numbers of devices of one (stages left, first layer).
+    fronts, sizes = np.empty((devices + 1, 5, 16)), np.zeros(devices + 1, np.int64)
+    label = np.empty(5)
     for s in range(1, num_stages + 1):
         before = num_stages - s
         flights = min(s, num_micro_batches)
@@ -132,33 +135,47 @@ def find_stages(
             # Backward passes of the stages before hide part of the sums; each is within the period.
             hidden_s = min(backward_s[0, i, 1], before * limit_s)
             most = devices - int(fewest[before, i])
-            for d in range(s if before else devices, most + 1):
-                size = 0
-                for j in range(i + 1 if s > 1 else layers, layers - s + 2):
-                    cut = 0.0 if j == layers else cut_s[j]
-                    if cut > limit_s:
+            least = s if before else devices
+            sizes[:] = 0
+            for j in range(i + 1 if s > 1 else layers, layers - s + 2):
+                cut = 0.0 if j == layers else cut_s[j]
+                if cut > limit_s:
+                    continue
+                for r in range(1, most - s + 2):
+                    own_s = max(time_s[i, j, r], cut, low_s)
+                    sync = sync_s[i, j, r]
+                    if own_s > limit_s or weight * own_s + max(0.0, sync - hidden_s) >= bound_s:
                         continue
-                    for r in range(1 if s > 1 else d, d - s + 2):
-                        own_s = max(time_s[i, j, r], cut)
-                        if own_s > limit_s:
-                            continue
-                        if fixed_bytes[i, j] + flights * flight_bytes[i, j, r] > limit_bytes:
-                            continue
-                        first = 0 if s == 1 else begins[s - 1, j, d - r]
-                        number = 1 if s == 1 else counts[s - 1, j, d - r]
-                        for k in range(first, first + number):
-                            period = max(own_s, low_s)
-                            sync = sync_s[i, j, r]
-                            if s > 1:
-                                period = max(period, pool[0, k])
-                                sync = max(sync, pool[1, k] - backward_s[i, j, r])
-                            if weight * period + max(0.0, sync - hidden_s) > bound_s:
+                    if fixed_bytes[i, j] + flights * flight_bytes[i, j, r] > limit_bytes:
+                        continue
+                    label[2], label[3] = j, r
+                    if s == 1:
+                        if least <= r:
+                            label[0], label[1], label[4] = own_s, sync, 0
+                            fronts = _make_room(fronts, sizes[r])
+                            sizes[r] = _insert(fronts[r], sizes[r], label)
+                        continue
+                    for rest in range(max(s - 1, least - r), most - r + 1):
+                        first = begins[s - 1, j, rest]
+                        for k in range(first, first + counts[s - 1, j, rest]):
+                            label[0] = max(own_s, pool[0, k])
+                            label[1] = max(sync, pool[1, k] - backward_s[i, j, r])
+                            objective = weight * label[0] + max(0.0, label[1] - hidden_s)
+                            if objective >= bound_s:
                                 continue
-                            label[0], label[1], label[2], label[3], label[4] = period, sync, j, r, k
-                            front = _grow(front, size + 1)
-                            size = _insert(front, size, label)
-                pool = _grow(pool, pool_size + size)
-                pool[:, pool_size : pool_size + size] = front[:, :size]
+                            label[4] = k
+                            d = rest + r
+                            if is_greedy and sizes[d]:
+                                exposed_s = max(0.0, fronts[d, 1, 0] - hidden_s)
+                                if objective < weight * fronts[d, 0, 0] + exposed_s:
+                                    fronts[d, :, 0] = label
+                                continue
+                            fronts = _make_room(fronts, sizes[d])
+                            sizes[d] = _insert(fronts[d], sizes[d], label)
+            for d in range(least, most + 1):
+                size = sizes[d]
+                pool = _make_room(pool.reshape(1, 5, -1), pool_size + size)[0]
+                pool[:, pool_size : pool_size + size] = fronts[d, :, :size]
                 begins[s, i, d], counts[s, i, d] = pool_size, size
                 pool_size += size
     best, best_k = np.inf, -1

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 __all__ = ["Constraints", "list_shapes"]
 
 _MAX_MICRO_BATCHES = 128
+# Factor on the best estimate of a placement beyond which no shape is of interest.
+_WORST_ESTIMATE = 1.6
 
 
 class Constraints(NamedTuple):
@@ -58,7 +60,7 @@ def list_shapes(
         costs: of each backbone.
         constraints: what may be chosen.
     """
-    batch_size = constraints.batch_size
+    batch_size, best_s = constraints.batch_size, np.inf
     for count in range(1, min(batch_size, _MAX_MICRO_BATCHES) + 1):
         if batch_size % count or constraints.num_micro_batches not in (None, count):
             continue
@@ -67,7 +69,9 @@ def list_shapes(
         if len(costs) > 1:
             yield from _shape_opposite(profile, cluster, costs, constraints, count)
         else:
-            yield from _shape_chains(profile, cluster, costs[0], constraints, count)
+            for shape in _shape_chains(profile, cluster, costs[0], constraints, count, best_s):
+                best_s = min(best_s, shape.estimate_s)
+                yield shape
             yield from _shape_folded(profile, cluster, costs[0], constraints, count)
 
 
@@ -153,7 +157,12 @@ def _list_layouts(cluster: Cluster) -> list[bool]:
 
 
 def _shape_chains(
-    profile: JobProfile, cluster: Cluster, costs: ChainCosts, constraints: Constraints, count: int
+    profile: JobProfile,
+    cluster: Cluster,
+    costs: ChainCosts,
+    constraints: Constraints,
+    count: int,
+    best_s: float,
 ) -> Iterator[Shape]:
     ranks, layers = cluster.num_ranks, costs.num_layers
     batch_size = constraints.batch_size
@@ -163,11 +172,12 @@ def _shape_chains(
     tables = _build_tables(cluster, costs, batch_size // count, constraints.limit_bytes)
     work_s = _frozen_s(profile, batch_size) / ranks
     for num_stages in stages:
-        partition = solve_stages(tables, num_stages, count)
+        # The objective overrates the ramp: a chain without links takes M + S - 1 periods.
+        share = (count + num_stages - 1) / (count + 2 * num_stages - 2)
+        partition = solve_stages(tables, num_stages, count, _WORST_ESTIMATE * best_s / share)
         if partition is None:
             continue
-        period_s = (partition.objective_s) / (count + 2 * num_stages - 2)
-        whole_s = partition.objective_s - (num_stages - 1) * period_s
+        whole_s = share * partition.objective_s
         busy_s = count * float(tables.time_s[0, layers, 1]) / ranks + work_s
         is_even = len(set(partition.replicas)) == 1
         for is_inside in _list_layouts(cluster) if is_even else [False]:
@@ -182,6 +192,7 @@ def _shape_chains(
                 backbones=(0,) * num_stages,
                 estimate_s=max(whole_s, busy_s),
             )
+            best_s = min(best_s, max(whole_s, busy_s))
 
 
 def _shape_folded(

@@ -12,6 +12,8 @@ __all__ = ["list_orders"]
 
 # Further forward passes for each later stage of a chain; one hides messages as long as a pass.
 _AHEAD = (0.0, 0.5, 1.0)
+# Messages shorter than this share of a stage's passes need none.
+_SHORT = 0.02
 
 
 def list_orders(
@@ -39,20 +41,14 @@ def list_orders(
         passes = [Action(kind, v, m) for m in range(count) for v in stages for kind in kinds]
         yield (tuple(passes),)
     elif shape.placement == "chain" and not has_estimate:
-        yield from dict.fromkeys(order_1f1b(len(shape.spans), count, ahead=each) for each in _AHEAD)
+        mean_s = sum(map(sum, seconds)) / len(seconds)
+        for ahead in _AHEAD if message_s > _SHORT * mean_s else (0.0,):
+            yield order_1f1b(len(shape.spans), count, ahead=ahead)
     else:
         device_of = list(range(len(shape.spans)))
         if shape.placement == "folded":
             device_of = [min(v, len(device_of) - 1 - v) for v in device_of]
         forward_s, backward_s = zip(*seconds, strict=True)
-        yield from dict.fromkeys(
-            order_by_events(
-                device_of,
-                forward_s,
-                backward_s,
-                count,
-                has_estimate=has_estimate,
-                message_s=each,
-            )
-            for each in dict.fromkeys((0.0, message_s))
+        yield order_by_events(
+            device_of, forward_s, backward_s, count, has_estimate=has_estimate, message_s=message_s
         )

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["plan"]
 
 # Plans of each placement that are replayed, and the factor on the best estimate beyond which none is.
-_NUM_REPLAYED, _WORST_ESTIMATE = 4, 1.6
+_NUM_REPLAYED, _WORST_ESTIMATE = 3, 1.6
 
 
 def plan(

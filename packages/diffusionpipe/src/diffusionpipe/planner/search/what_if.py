@@ -20,7 +20,7 @@ __all__ = ["find_changes", "scale_network"]
 # Factors on the rates of all links, the nearest first.
 _SLOWER, _FASTER = (1 / 2, 1 / 4, 1 / 10, 1 / 40), (2.0, 4.0, 10.0, 40.0)
 # Plans with more messages than this are not replayed again.
-_MAX_MESSAGES = 4000
+_MAX_MESSAGES = 1000
 
 
 def find_changes(
