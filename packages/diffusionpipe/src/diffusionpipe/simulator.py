@@ -24,6 +24,7 @@ from diffusionpipe.planner.schedule import (
 from diffusionpipe.planner.slots import find_slots, share_evenly
 from shared.errors import ConfigError
 from shared.topology import Operation, Replay, Timeline
+from shared.topology.replay import Order
 
 __all__ = ["Filling", "SimulatedStep", "simulate", "simulate_bidirectional"]
 
@@ -109,8 +110,8 @@ def simulate(
 
 
 def simulate_bidirectional(
-    down: Sequence[Numbers],
-    up: Sequence[Numbers],
+    down: Sequence[Numbers] | np.ndarray,
+    up: Sequence[Numbers] | np.ndarray,
     num_micro_batches: int,
 ) -> SimulatedStep:
     """Simulates two chains in opposite directions over the same devices.
@@ -141,10 +142,10 @@ def simulate_bidirectional(
     timeline = replay_opposite(
         list(zip(*down, strict=True)), list(zip(*up, strict=True)), num_micro_batches
     )
-    order = [[operation.name for operation in timeline.graph.operations]]
     # All devices' actions in the order of their starts: counts by stage do not mix.
-    order = [[order[0][i] for i in timeline.order]]
-    return _sum_up(timeline, devices, count_in_flight(order))
+    names = [timeline.graph.operations[i].name for i in timeline.order]
+    order = [name for name in names if isinstance(name, Action)]
+    return _sum_up(timeline, devices, count_in_flight([order]))
 
 
 def _sum_up(timeline: Timeline, devices: int, in_flight: dict[int, int]) -> SimulatedStep:
@@ -161,12 +162,12 @@ def _sum_up(timeline: Timeline, devices: int, in_flight: dict[int, int]) -> Simu
 
 def _replay(
     order: Sequence[Sequence[Action]],
-    seconds: tuple[Sequence[float], Sequence[float]],
+    seconds: tuple[Numbers, Numbers],
     link_s: float,
     inserted: _Inserted,
 ) -> Timeline:
     operations = []
-    queues = {f"device {device}": "given" for device in range(len(order))}
+    queues: dict[str, Order] = {f"device {device}": "given" for device in range(len(order))}
     for device, actions in enumerate(order):
         jobs: dict[int, list[float]] = {}
         for position, job_s in inserted[device]:
@@ -295,6 +296,6 @@ def _idle(timeline: Timeline, device: int) -> list[tuple[float, float]]:
     return [(float(start), float(end)) for start, end in timeline.gaps_s(f"device {device}")]
 
 
-def _check_seconds(name: str, values: Sequence[float]) -> None:
+def _check_seconds(name: str, values: Numbers) -> None:
     if not all(0 <= value < float("inf") for value in values):
         raise ConfigError(f"{name}: expected finite seconds of 0 or more, got {list(values)}")

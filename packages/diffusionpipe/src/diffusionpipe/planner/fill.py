@@ -9,7 +9,7 @@ entries).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from heapq import heapify, heapreplace
 from typing import NamedTuple
 
@@ -70,7 +70,7 @@ def fill_idle(
     slots: Sequence[DeviceSlots],
     components: Sequence[FrozenCost],
     num_samples: int,
-    quotas: dict[str, Sequence[int]] | None = None,
+    quotas: Mapping[str, Sequence[int]] | None = None,
 ) -> list[Insertion]:
     """Places all samples of all components, in idle time as far as they fit.
 
@@ -85,7 +85,7 @@ def fill_idle(
     """
     insertions: list[Insertion] = []
     for component in sorted(components, key=lambda each: -each.time_s(1)):
-        fixed = quotas and quotas[component.name]
+        fixed = quotas[component.name] if quotas else None
         room = [_insert_samples(_copy(each), component, num_samples)[1] for each in slots]
         wanted = fixed or _share(num_samples, room)
         left = num_samples

@@ -16,6 +16,7 @@ from diffusionpipe.planner.plan import Action, Plan
 from diffusionpipe.planner.traffic import Route, find_feeds, find_routes, match_rows
 from shared.topology import Cluster, Operation, Replay, Timeline
 from shared.topology.cost import ring_all_reduce_s
+from shared.topology.replay import Order
 
 if TYPE_CHECKING:
     from diffusionpipe.profiler.job_profile import JobProfile
@@ -96,7 +97,7 @@ class PlanReplay:
         Returns:
             The timeline; ranks are the queues "rank 0", ...
         """
-        queues = {f"rank {rank}": "given" for rank in range(self._plan.num_ranks)}
+        queues: dict[str, Order] = {f"rank {r}": "given" for r in range(self._plan.num_ranks)}
         operations: list[Operation] = []
         for step in range(num_steps):
             operations += self._list_step(step, is_passes_only)

@@ -14,6 +14,7 @@ from math import ceil
 
 from diffusionpipe.planner.plan import Action, Kind
 from shared.topology import Operation, Replay, Timeline
+from shared.topology.replay import Order as QueueOrder
 
 __all__ = [
     "Order",
@@ -71,10 +72,10 @@ def order_by_events(
             fastest.
     """
     devices = max(device_of) + 1
-    passes: list[tuple[Kind, int]] = [("forward", stage) for stage in range(len(device_of))]
-    passes += [("backward", stage) for stage in reversed(range(len(device_of)))]
-    if has_estimate:
-        passes = [("estimate", stage) for stage in range(len(device_of))] + passes
+    stages = range(len(device_of))
+    kinds: list[Kind] = ["estimate", "forward"] if has_estimate else ["forward"]
+    passes: list[tuple[Kind, int]] = [(kind, stage) for kind in kinds for stage in stages]
+    passes += [("backward", stage) for stage in stages[::-1]]
     longest = max_in_flight or (_MAX_WINDOW + has_estimate) * devices
     longest = min(num_micro_batches, longest)
     timelines = [
@@ -142,7 +143,7 @@ def replay_opposite(
                     )
                 )
                 before = action
-    queues = {f"device {device}": "readiness" for device in range(devices)}
+    queues: dict[str, QueueOrder] = {f"device {d}": "readiness" for d in range(devices)}
     return Replay(operations, queues).run()
 
 
@@ -206,7 +207,7 @@ def _replay_window(
                 )
             )
             before = action
-    queues = {f"device {device}": "priority" for device in range(max(device_of) + 1)}
+    queues: dict[str, QueueOrder] = {f"device {d}": "priority" for d in device_of}
     return Replay(operations, queues).run()
 
 

@@ -68,7 +68,9 @@ def find_routes(
                 routes.setdefault((source, target), []).append(key)
     rank_of = {key: i for i, key in enumerate(key for keys in writes for key in keys)}
     return tuple(
-        Route(first_stage + source, first_stage + target, tuple(sorted(keys, key=rank_of.get)))
+        Route(
+            first_stage + source, first_stage + target, tuple(sorted(keys, key=rank_of.__getitem__))
+        )
         for (source, target), keys in sorted(routes.items())
     )
 

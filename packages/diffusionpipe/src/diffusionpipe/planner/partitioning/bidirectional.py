@@ -19,7 +19,7 @@ from shared.errors import ConfigError
 
 __all__ = ["PairedPartition", "check_is_foldable", "fold_stages", "partition_bidirectional"]
 
-ChainSeconds = Sequence[Sequence[float] | np.ndarray]
+ChainSeconds = Sequence[Sequence[float] | np.ndarray] | np.ndarray
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,45 +44,55 @@ def count_fewest_devices(time_s, cut_s, num_stages, limit_s):
 
 
 @compiled
-def _insert(front, size, label):
+def _insert(fronts, d, size, period, sync, stop, replicas, origin):
     """Adds a label to a Pareto front unless one of it is as good; drops those that are no better.
 
+    Plain loops over entries: numba compiles slices much slower.
+
     Args:
-        front: labels as columns (period, sync, next layer, replicas, next label), by rising period
-            and falling sync.
-        size: their number; there is room for one more.
-        label: the new one.
+        fronts: labels (period, sync, next layer, replicas, next label) by rising period and falling
+            sync [front, label, entry].
+        d: the front.
+        size: its labels; there is room for one more.
+        period, sync, stop, replicas, origin: the new label.
 
     Returns:
         The new number.
     """
     first = 0
-    while first < size and front[0, first] < label[0]:
+    while first < size and fronts[d, first, 0] < period:
         first += 1
-    if first and front[1, first - 1] <= label[1]:
+    if first and fronts[d, first - 1, 1] <= sync:
         return size
-    if first < size and front[0, first] == label[0] and front[1, first] <= label[1]:
+    if first < size and fronts[d, first, 0] == period and fronts[d, first, 1] <= sync:
         return size
     last = first
-    while last < size and front[1, last] >= label[1]:
+    while last < size and fronts[d, last, 1] >= sync:
         last += 1
-    if last == first:
-        for k in range(size, first, -1):
-            front[:, k] = front[:, k - 1]
-    elif last > first + 1:
+    shift = 1 - (last - first)
+    if shift > 0:
+        for k in range(size - 1, last - 1, -1):
+            for entry in range(5):
+                fronts[d, k + 1, entry] = fronts[d, k, entry]
+    elif shift < 0:
         for k in range(last, size):
-            front[:, first + 1 + k - last] = front[:, k]
-    front[:, first] = label
-    return size + 1 - (last - first)
+            for entry in range(5):
+                fronts[d, k + shift, entry] = fronts[d, k, entry]
+    fronts[d, first, 0], fronts[d, first, 1] = period, sync
+    fronts[d, first, 2], fronts[d, first, 3], fronts[d, first, 4] = stop, replicas, origin
+    return size + shift
 
 
 @compiled
 def _make_room(fronts, size):
-    """Copies fronts [front, row, label] into an array with room for more labels than `size` in each."""
-    if size < fronts.shape[2]:
+    """Copies fronts into an array with room for more labels than `size` in each."""
+    if size < fronts.shape[1]:
         return fronts
-    larger = np.empty((fronts.shape[0], fronts.shape[1], 2 * size + 2))
-    larger[:, :, : fronts.shape[2]] = fronts
+    larger = np.empty((fronts.shape[0], 2 * size + 2, 5))
+    for d in range(fronts.shape[0]):
+        for k in range(fronts.shape[1]):
+            for entry in range(5):
+                larger[d, k, entry] = fronts[d, k, entry]
     return larger
 
 
@@ -120,12 +130,12 @@ def find_stages(
     """
     layers, devices = time_s.shape[0] - 1, time_s.shape[2] - 1
     fewest = count_fewest_devices(time_s, cut_s, num_stages, limit_s)
-    pool, pool_size = np.empty((5, 1024)), 0
+    # All labels, as one front.
+    pool, pool_size = np.empty((1, 1024, 5)), 0
     begins = np.zeros((num_stages + 1, layers + 1, devices + 1), np.int64)
     counts = np.zeros((num_stages + 1, layers + 1, devices + 1), np.int64)
     # Fronts of all numbers of devices of one (stages left, first layer).
-    fronts, sizes = np.empty((devices + 1, 5, 16)), np.zeros(devices + 1, np.int64)
-    label = np.empty(5)
+    fronts, sizes = np.empty((devices + 1, 16, 5)), np.zeros(devices + 1, np.int64)
     for s in range(1, num_stages + 1):
         before = num_stages - s
         flights = min(s, num_micro_batches)
@@ -136,7 +146,8 @@ def find_stages(
             hidden_s = min(backward_s[0, i, 1], before * limit_s)
             most = devices - int(fewest[before, i])
             least = s if before else devices
-            sizes[:] = 0
+            for d in range(devices + 1):
+                sizes[d] = 0
             for j in range(i + 1 if s > 1 else layers, layers - s + 2):
                 cut = 0.0 if j == layers else cut_s[j]
                 if cut > limit_s:
@@ -148,46 +159,45 @@ def find_stages(
                         continue
                     if fixed_bytes[i, j] + flights * flight_bytes[i, j, r] > limit_bytes:
                         continue
-                    label[2], label[3] = j, r
                     if s == 1:
                         if least <= r:
-                            label[0], label[1], label[4] = own_s, sync, 0
                             fronts = _make_room(fronts, sizes[r])
-                            sizes[r] = _insert(fronts[r], sizes[r], label)
+                            sizes[r] = _insert(fronts, r, sizes[r], own_s, sync, j, r, 0)
                         continue
                     for rest in range(max(s - 1, least - r), most - r + 1):
                         first = begins[s - 1, j, rest]
                         for k in range(first, first + counts[s - 1, j, rest]):
-                            label[0] = max(own_s, pool[0, k])
-                            label[1] = max(sync, pool[1, k] - backward_s[i, j, r])
-                            objective = weight * label[0] + max(0.0, label[1] - hidden_s)
+                            period = max(own_s, pool[0, k, 0])
+                            late_s = max(sync, pool[0, k, 1] - backward_s[i, j, r])
+                            objective = weight * period + max(0.0, late_s - hidden_s)
                             if objective >= bound_s:
                                 continue
-                            label[4] = k
                             d = rest + r
                             if is_greedy and sizes[d]:
-                                exposed_s = max(0.0, fronts[d, 1, 0] - hidden_s)
-                                if objective < weight * fronts[d, 0, 0] + exposed_s:
-                                    fronts[d, :, 0] = label
-                                continue
+                                exposed_s = max(0.0, fronts[d, 0, 1] - hidden_s)
+                                if objective >= weight * fronts[d, 0, 0] + exposed_s:
+                                    continue
+                                sizes[d] = 0
                             fronts = _make_room(fronts, sizes[d])
-                            sizes[d] = _insert(fronts[d], sizes[d], label)
+                            sizes[d] = _insert(fronts, d, sizes[d], period, late_s, j, r, k)
             for d in range(least, most + 1):
                 size = sizes[d]
-                pool = _make_room(pool.reshape(1, 5, -1), pool_size + size)[0]
-                pool[:, pool_size : pool_size + size] = fronts[d, :, :size]
+                pool = _make_room(pool, pool_size + size)
+                for k in range(size):
+                    for entry in range(5):
+                        pool[0, pool_size + k, entry] = fronts[d, k, entry]
                 begins[s, i, d], counts[s, i, d] = pool_size, size
                 pool_size += size
     best, best_k = np.inf, -1
     first = begins[num_stages, 0, devices]
     for k in range(first, first + counts[num_stages, 0, devices]):
-        objective = weight * pool[0, k] + pool[1, k]
+        objective = weight * pool[0, k, 0] + pool[0, k, 1]
         if objective < best:
             best, best_k = objective, k
     if best_k >= 0:
         for s in range(num_stages):
-            stops[s], replicas[s] = pool[2, best_k], pool[3, best_k]
-            best_k = int(pool[4, best_k])
+            stops[s], replicas[s] = int(pool[0, best_k, 2]), int(pool[0, best_k, 3])
+            best_k = int(pool[0, best_k, 4])
     return best
 
 

@@ -187,7 +187,9 @@ def _add_frozen(
         insertions = encode_first(len(groups[0]), components, rows)
     max_rows = {each.name: each.max_rows for each in components}
     order = list(plan.estimate_order if has_estimate else plan.order)
-    owners = {each.name: [()] * plan.num_ranks for each in components}
+    owners: dict[str, list[tuple[tuple[int, int], ...]]] = {
+        each.name: [()] * plan.num_ranks for each in components
+    }
     for group, ranks in enumerate(groups):
         chunks, ranges = _cut_rows(insertions, group * rows, max_rows)
         for device, rank in enumerate(ranks):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from diffusionpipe.planner.plan import Action
+from diffusionpipe.planner.plan import Action, Kind
 from diffusionpipe.planner.schedule import Order, order_1f1b, order_by_events, order_opposite
 from diffusionpipe.planner.search.shape import Shape
 
@@ -36,7 +36,9 @@ def list_orders(
         devices = shape.num_stages
         yield order_opposite(seconds[:devices], seconds[devices:], count)
     elif shape.placement == "data":
-        kinds = ["estimate"] * has_estimate + ["forward", "backward"]
+        kinds: list[Kind] = ["forward", "backward"]
+        if has_estimate:
+            kinds.insert(0, "estimate")
         stages = range(len(shape.spans))
         passes = [Action(kind, v, m) for m in range(count) for v in stages for kind in kinds]
         yield (tuple(passes),)
