@@ -1,0 +1,76 @@
+"""The demo's claims are computed from what ran, and one that is not correct makes it fail."""
+
+import pytest
+
+from diffusionpipe import demo
+from diffusionpipe.demo import TrainedTurns
+from diffusionpipe.planner.plan import Action
+from diffusionpipe.runtime.records import RunReport
+from shared.claims import faults, read_demo
+
+REPORT = RunReport(steps=((),), edges={}, predicted_s=0.0, predicted_edges={})
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_the_demo_reports_acceptable_claims_and_a_picture(tmp_path, capsys):
+    assert demo.run(tmp_path, is_full=False)
+    result = read_demo(tmp_path)
+    assert faults(result) == []
+    assert len(result.claims) == 3
+    assert "<svg" in result.pictures()[0].read_text()
+    assert capsys.readouterr().err.count("diffusionpipe: ") >= len(result.claims)
+
+
+def turns(**changes):
+    known = {
+        "filled_s": [1.0, 1.2, 1.1],
+        "first_s": [1.5, 1.2, 1.32],
+        "filled_losses": [0.5, 0.4, 0.3, 0.2],
+        "first_losses": [0.5, 0.4, 0.3, 0.2],
+        "reference_loss": 0.5,
+        "reports": (REPORT, REPORT),
+        "edges": {"chain": 4_000_000, "folded": 1_000_000},
+    }
+    return TrainedTurns(**{**known, **changes})
+
+
+def test_a_steps_claim_is_the_median_turn_and_right_where_losses_are_one_process():
+    claim = demo.judge_training(turns())
+    assert (claim.ours, claim.baseline) == (1.1, 1.32)
+    assert claim.ratio == pytest.approx(1.2)
+    assert claim.correct
+    assert not demo.judge_training(turns(reference_loss=0.51)).correct
+    assert not demo.judge_training(turns(first_losses=[0.5, 0.4, 0.31, 0.2])).correct
+
+
+def test_sleeping_devices_are_right_near_the_prediction():
+    claim = demo.judge_sleeping([1.0, 1.02], [1.4, 1.5], 0.98)
+    assert claim.correct
+    assert claim.ratio == pytest.approx((1.4 + 1.5 / 1.02) / 2)
+    assert not demo.judge_sleeping([1.0, 1.02], [1.4, 1.5], 0.8).correct
+
+
+def test_bytes_are_both_plans_counts():
+    claim = demo.judge_bytes(turns().edges)
+    assert (claim.ours, claim.baseline, claim.ratio) == (1.0, 4.0, 4.0)
+    assert claim.correct
+    assert not demo.judge_bytes({"chain": 1, "folded": 2}).correct
+
+
+def test_frozen_parts_first_are_the_same_actions_in_another_order():
+    from diffusionpipe.planner.search.search import plan as make_plan
+
+    filled = make_plan(
+        None, demo.describe_sleepers(), demo.make_cluster(4), batch_size=64, num_stages=4,
+        num_micro_batches=4, placement="chain",
+    )  # fmt: skip
+    first = demo.put_first(filled)
+    for ours, theirs in zip(first.order, filled.order, strict=True):
+        assert sorted(ours) == sorted(theirs)
+        kinds = [action.kind for action in ours]
+        assert "encode" not in kinds[kinds.index("forward") :]
+        passes = [action for action in theirs if action.kind != "encode"]
+        assert [action for action in ours if action.kind != "encode"] == passes
+    assert any("encode" in [a.kind for a in own[3:]] for own in filled.order)
+    assert Action("step") in first.order[0]
