@@ -1,47 +1,121 @@
 import json
+import subprocess
+import sys
 
-import numpy as np
 import pytest
 
-from diffusionpipe import METHODS
 from diffusionpipe.cli import main
-from shared.claims import faults, read_demo
+from shared.topology import Cluster, Link
+from shared.topology.device import CPU
+from shared.units import Mbps
 
 
-def test_demo_makes_claims_the_tour_accepts(tmp_path, capsys):
-    assert main(["demo", "--out", str(tmp_path)]) == 0
-    demo = read_demo(tmp_path)
-    assert demo.package == "diffusionpipe"
-    assert faults(demo) == []
-    assert capsys.readouterr().err.count("diffusionpipe: ") == len(demo.claims)
+@pytest.fixture
+def files(tmp_path):
+    """A profile of eight made layers, and a cluster of two hosts."""
+    from diffusionpipe.profiler.job_profile import ChainProfile, JobProfile
+
+    layers = 8
+    keys = [f"h{i}" for i in range(layers - 1)] + ["output"]
+    chain = ChainProfile(
+        layers=tuple(keys),
+        reads=(("x",), *((key,) for key in keys[:-1])),
+        writes=tuple((key,) for key in keys),
+        shared=(),
+        differentiable=tuple(keys),
+        feeds={"x": ("z",), "target": ("z",)},
+        forward_s=((0.01, 0.08),) * layers,
+        backward_s=((0.02, 0.16),) * layers,
+        parameter_bytes=(6_000_000,) * layers,
+        gradient_bytes=(6_000_000,) * layers,
+        saved_bytes=(1000,) * layers,
+        value_bytes={**dict.fromkeys(keys, 1000), "x": 1000, "target": 1000},
+    )
+    profile = JobProfile(
+        sizes=(1, 8),
+        chains=(chain,),
+        frozen_s={"z": (0.1, 0.8)},
+        frozen_outputs={"z": ("z",)},
+        frozen_bytes={"z": 100},
+        frozen_parameter_bytes={"z": 1000},
+        step_s_per_byte=1e-10,
+        self_conditioning=0.0,
+        device="made",
+        num_ranks=1,
+    )
+    profile.save(tmp_path / "profile.json")
+    cluster = Cluster.uniform(2, 1, CPU, network=Link.from_rate(100 * Mbps, alpha_s=1e-4))
+    cluster.to_yaml(tmp_path / "cluster.yaml")
+    return tmp_path
 
 
-def test_sum_prints_the_sum(capsys):
-    assert main(["sum", "--start", "2", "--stop", "5"]) == 0
-    assert capsys.readouterr().out == "9\n"
-    assert main(["sum", "--start", "2", "--stop", "5", "--method", "loop", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"sum": 9, "method": "loop"}
+def options(folder):
+    return [
+        "--profile", str(folder / "profile.json"), "--cluster", str(folder / "cluster.yaml"),
+    ]  # fmt: skip
 
 
-def test_a_method_from_outside_is_in_the_help_and_taken(capsys):
-    METHODS.add("none", lambda values, starts, stops: np.zeros(len(starts), np.int64), "always 0")
-    try:
-        with pytest.raises(SystemExit):
-            main(["sum", "--help"])
-        assert "{prefix,loop,none}" in capsys.readouterr().out
-        assert main(["sum", "--start", "2", "--stop", "5", "--method", "none"]) == 0
-        assert capsys.readouterr().out == "0\n"
-    finally:
-        METHODS.remove("none")
+def test_plan_explains_and_trace_draws_it(files, capsys):
+    out = files / "plan.json"
+    argv = ["plan", *options(files), "--batch-size", "16", "--out", str(out)]
+    assert main(argv) == 0
+    printed = capsys.readouterr().out
+    assert "Runner-up: " in printed
+    assert f"written to {out}" in printed
+    assert main([*argv, "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["placement"] in ("chain", "folded")
+    argv = ["trace", *options(files), "--plan", str(out), "--out", str(files / "step.json")]
+    assert main(argv) == 0
+    events = json.loads((files / "step.json").read_text())["traceEvents"]
+    assert {event.get("cat") for event in events} >= {"forward", "backward", "encode", "step"}
+    assert (files / "step.svg").stat().st_size > 1000
 
 
-def test_bad_range_fails_with_status_1(capsys):
-    assert main(["sum", "--start", "5", "--stop", "2"]) == 1
-    assert "diffusionpipe: range 0: expected" in capsys.readouterr().err
+def test_compare_has_a_row_for_each_placement(files, capsys):
+    assert main(["compare", *options(files), "--batch-size", "16", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["plans"]
+    assert [row["placement"] for row in rows] == ["data", "chain", "folded"]
+    assert all(row["filled_s"] <= row["first_s"] for row in rows)
 
 
-@pytest.mark.parametrize("argv", [["demo", "--fast"], ["sum", "--method", "fast"]])
+def test_simulate_prints_the_closed_form(capsys, tmp_path):
+    argv = ["simulate", "--forward", "1", "1", "--backward", "2", "2", "--num-micro-batches", "2"]
+    assert main([*argv, "--frozen", "6", "--job", "1", "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["makespan_s"] == 9
+    assert record["in_flight"] == [2, 1]
+    assert main([*argv, "--trace", str(tmp_path / "t.json")]) == 0
+    assert json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    assert main([*argv, "--fill", "last"]) == 1
+    assert "fill: expected one of first, owned, paper" in capsys.readouterr().err
+
+
+def test_missing_files_are_named(files, capsys):
+    argv = ["plan", "--profile", "none.json", "--cluster", str(files / "cluster.yaml")]
+    assert main([*argv, "--batch-size", "16"]) == 1
+    assert "none.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["profile", "train"])
+def test_a_build_that_is_missing_is_named(command, capsys, tmp_path):
+    argv = [command, "--build", f"{tmp_path}/none.py:build"]
+    argv += ["--num-steps", "1"] if command == "train" else []
+    assert main(argv) == 1
+    assert "build: expected module:function or file.py:function" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("argv", [["demo", "--fast"], ["plan", "--batch-size", "many"]])
 def test_wrong_usage_is_status_2(argv):
     with pytest.raises(SystemExit) as caught:
         main(argv)
     assert caught.value.code == 2
+
+
+def test_help_imports_neither_torch_nor_diffusers():
+    code = (
+        "import sys; from diffusionpipe.cli import main\n"
+        "try: main(['--help'])\nexcept SystemExit: pass\n"
+        "assert not {'torch', 'diffusers', 'transformers', 'numba'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
