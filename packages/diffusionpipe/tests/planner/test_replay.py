@@ -1,0 +1,77 @@
+"""Replays of plans: the runtime's own messages and bytes, and closed forms."""
+
+import itertools
+
+import pytest
+
+from diffusionpipe import plan
+from diffusionpipe.planner.costs import ChainCosts
+from diffusionpipe.planner.replay import PlanReplay
+from diffusionpipe.runtime.instructions import compile_programs
+from diffusionpipe.runtime.virtual import read_values
+from shared.topology import Cluster, Link
+from shared.topology.device import CPU
+from shared.units import Gbps, Mbps
+
+
+def make_cluster(hosts, rate=100 * Mbps):
+    return Cluster.uniform(hosts, 1, CPU, network=Link.from_rate(rate, alpha_s=1e-4))
+
+
+@pytest.mark.parametrize(
+    ("placement", "ranks", "chains"),
+    [("data", 2, 1), ("chain", 2, 1), ("chain", 4, 1), ("folded", 2, 1), ("folded", 4, 1), ("opposite", 2, 2)],
+)  # fmt: skip
+def test_bytes_are_those_of_the_runtimes_messages(make_profile, placement, ranks, chains):
+    profile = make_profile(9, skips=True, chains=chains)
+    chosen = plan(None, profile, make_cluster(ranks), batch_size=16, placement=placement)
+    flow, _ = read_values(profile)
+    sent = {}
+    for program in compile_programs(chosen, flow):
+        for message in program.messages:
+            if message.sender != program.rank:
+                continue
+            tables = [chain.value_bytes for chain in profile.chains]
+            table = profile.frozen_bytes if message.kind == "frozen" else tables[message.backbone]
+            rows = sum(stop - first for first, stop in message.ranges)
+            edge = message.sender, message.receiver
+            sent[edge] = sent.get(edge, 0) + rows * sum(table[key] for key in message.keys)
+    assert sent == dict(chosen.edges)
+
+
+def test_a_chain_without_links_takes_its_closed_form(make_profile):
+    # Eight equal layers on two stages: t = 4 x 0.03 s a sample; nothing frozen, no optimizer.
+    profile = make_profile(8, frozen_s=0.0)
+    cluster = make_cluster(2, rate=1e6 * Gbps)
+    chosen = plan(
+        None, profile, cluster, batch_size=16, num_stages=2, num_micro_batches=4, placement="chain"
+    )
+    replay = PlanReplay(chosen, profile, cluster, [ChainCosts(profile)])
+    period_s = 4 * 0.03 * 4
+    assert replay.run(is_passes_only=True).makespan_s == pytest.approx(
+        (4 + 2 - 1) * period_s, rel=0.01
+    )
+
+
+def test_a_sum_starts_inside_the_last_backward_pass(make_profile):
+    profile = make_profile(4, frozen_s=0.0, gradient_bytes=5_000_000)
+    chosen = plan(
+        None, profile, make_cluster(2), batch_size=4, placement="data", num_micro_batches=1
+    )
+    replay = PlanReplay(chosen, profile, make_cluster(2), [ChainCosts(profile)])
+    timeline = replay.run()
+    # Buckets of 5 MB are layers here; a sum over two ranks at 12.5 MB/s takes 0.4 s and 4 messages.
+    sums = [timeline.span_s(("sum", 0, bucket, 0)) for bucket in range(4)]
+    assert sums[0][0] == pytest.approx(2 * 4 * 0.01 + 2 * 0.02)
+    assert all(stop - start == pytest.approx(0.4, rel=0.01) for start, stop in sums)
+    assert all(a[1] <= b[0] + 1e-9 for a, b in itertools.pairwise(sums))
+
+
+def test_frozen_work_hides_under_a_sum(make_profile):
+    # The sum is exposed for over a second; 0.4 s of frozen work a rank fit under it.
+    profile = make_profile(4, frozen_s=0.1, gradient_bytes=5_000_000)
+    chosen = plan(
+        None, profile, make_cluster(2), batch_size=8, placement="data", num_micro_batches=1
+    )
+    assert chosen.predicted_s == pytest.approx(chosen.cached_s, rel=1e-6)
+    assert chosen.unfilled_s == pytest.approx(chosen.predicted_s + 0.4, rel=1e-3)
