@@ -1,5 +1,7 @@
 """Models of diffusers from small configurations, and arguments of their forwards."""
 
+from typing import Any
+
 import torch
 
 from diffusionpipe.data import build_unet
@@ -189,7 +191,8 @@ def controlled(*, is_xl=False):
 
     unet = xl_unet() if is_xl else text_unet(channels=(8, 16), layers_per_block=2)
     torch.manual_seed(2)
-    controlnet = ControlNetModel.from_unet(unet, conditioning_channels=3)
+    from_unet: Any = ControlNetModel.from_unet
+    controlnet = from_unet(unet, conditioning_channels=3)
     return ControlledUNet(randomize(controlnet), unet)
 
 

@@ -1,5 +1,7 @@
 """Text-to-image pipelines of diffusers from small configurations, with MiniLM's tokenizer."""
 
+from functools import cache
+
 import torch
 from small_models import randomize, text_unet
 
@@ -8,6 +10,7 @@ from diffusionpipe.data import build_vae, load_minilm
 _VOCABULARY = 30522
 
 
+@cache
 def _tokenizer():
     return load_minilm()[1]
 

@@ -17,10 +17,12 @@ if getattr(shared, "__project__", None) != "meshyard":
 
 if TYPE_CHECKING:
     from diffusionpipe.job import losses
+    from diffusionpipe.job.adapters.controlnet import ControlledUNet
     from diffusionpipe.job.chain import Chain, chain
     from diffusionpipe.job.draws import Draw
     from diffusionpipe.job.job import Job
     from diffusionpipe.job.layers import Layer
+    from diffusionpipe.job.preference import preference
     from diffusionpipe.planner.partitioning.bidirectional import partition_bidirectional
     from diffusionpipe.planner.partitioning.partition import partition
     from diffusionpipe.planner.plan import Plan
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Chain",
+    "ControlledUNet",
     "Draw",
     "Engine",
     "Job",
@@ -43,6 +46,7 @@ __all__ = [
     "partition",
     "partition_bidirectional",
     "plan",
+    "preference",
     "profile",
     "simulate",
     "simulate_bidirectional",
@@ -52,10 +56,12 @@ __version__ = "0.1.0"
 
 # Module -> its public names, imported at first use so that `diffusionpipe --help` stays fast.
 _HOMES = {
+    "job.adapters.controlnet": ("ControlledUNet",),
     "job.chain": ("Chain", "chain"),
     "job.draws": ("Draw",),
     "job.job": ("Job",),
     "job.layers": ("Layer",),
+    "job.preference": ("preference",),
     "planner.partitioning.bidirectional": ("partition_bidirectional",),
     "planner.partitioning.partition": ("partition",),
     "planner.plan": ("Plan",),

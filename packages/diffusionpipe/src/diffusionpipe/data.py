@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from shared.errors import ConfigError
@@ -120,7 +120,8 @@ def build_pipeline(
             text_dim=text_encoder.config.hidden_size,
             sample_size=image_size >> (len(vae_channels) - 1),
         )
-    return StableDiffusionPipeline(
+    build: Any = StableDiffusionPipeline
+    return build(
         vae=vae,
         text_encoder=text_encoder,
         tokenizer=tokenizer,
@@ -140,7 +141,7 @@ def build_unet(
     in_channels: int = 4,
     layers_per_block: int = 2,
     groups: int = 8,
-) -> nn.Module:
+) -> Any:
     """Builds a UNet2DConditionModel of Stable Diffusion's classes with random weights.
 
     Args:
@@ -167,7 +168,7 @@ def build_unet(
     )
 
 
-def build_vae(channels: Sequence[int], image_size: int, *, groups: int = 8) -> nn.Module:
+def build_vae(channels: Sequence[int], image_size: int, *, groups: int = 8) -> Any:
     """Builds an AutoencoderKL with random weights; arguments as for `build_unet`."""
     from diffusers import AutoencoderKL
 

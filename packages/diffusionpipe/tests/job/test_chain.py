@@ -161,33 +161,6 @@ def test_a_wrapper_of_peft_is_cut_like_its_model():
     assert all(name.startswith("base_model.") for name in chain.trained)
 
 
-def test_stable_diffusion_2_has_29_layers_and_its_known_cuts():
-    from diffusers import UNet2DConditionModel
-
-    with torch.device("meta"):
-        model = UNet2DConditionModel(
-            sample_size=64,
-            attention_head_dim=(5, 10, 20, 20),
-            cross_attention_dim=1024,
-            use_linear_projection=True,
-        ).half()
-        example = {
-            "sample": torch.empty(1, 4, 64, 64, dtype=torch.half),
-            "timestep": torch.empty(1, dtype=torch.long),
-            "encoder_hidden_states": torch.empty(1, 77, 1024, dtype=torch.half),
-        }
-    chain = dp.chain(model)
-    assert len(chain) == 29
-    cuts = chain.cuts(**example)
-    assert len(cuts) == 28
-    middle = max(cuts, key=lambda cut: cut.skip_bytes)
-    assert (middle.skip_bytes, middle.hidden_bytes) == (13_271_040, 163_840)
-    assert {cut.shared_bytes for cut in cuts[:-2]} == {2 * 1280}
-    folded = chain.cuts("folded", **example)
-    assert [cut.hidden_bytes for cut in folded] == [cut.hidden_bytes for cut in cuts]
-    assert max(cut.skip_bytes for cut in folded) == 0
-
-
 def test_cuts_are_what_spans_have_to_hand_over():
     model, inputs = text_unet(channels=(8, 8, 16), layers_per_block=2), text_unet_inputs()
     chain = dp.chain(model)

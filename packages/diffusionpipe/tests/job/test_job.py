@@ -349,3 +349,31 @@ def test_a_plain_jobs_export_is_its_backbones_folder(tmp_path):
     modules = nn.ModuleList([nn.Linear(2, 2)])
     dp.Job(dp.chain(modules), {}, inputs, loss).export(tmp_path / "list")
     assert (tmp_path / "list" / "model.safetensors").is_file()
+
+
+def test_losses_that_depend_on_other_samples_are_refused():
+    encoders, batch = _Encoders(), _batch()
+    good, mean = dp.losses.epsilon(_scheduler(), latents="z", text="h")
+    chain = dp.chain(text_unet())
+    good = good.bind(chain, has_estimate=False)
+
+    def ranked(output, target):
+        losses = mean(output, target)
+        return losses / losses.sum()
+
+    with pytest.raises(ConfigError, match="expected a loss of sample i that needs sample i only"):
+        dp.Job(chain, encoders.frozen(), good, ranked).check(batch)
+
+    def centred(b, f, d):
+        made = good(b, f, d)
+        return {**made, "sample": made["sample"] - made["sample"].mean(0)}
+
+    with pytest.raises(ConfigError, match="expected a loss of sample i that needs sample i only"):
+        dp.Job(chain, encoders.frozen(), centred, mean).check(batch)
+
+    def drawing(b, f, d):
+        made = good(b, f, d)
+        return {**made, "sample": made["sample"] + torch.randn(1)}
+
+    with pytest.raises(ConfigError, match="expected the same losses of the same samples"):
+        dp.Job(chain, encoders.frozen(), drawing, mean).check(batch)

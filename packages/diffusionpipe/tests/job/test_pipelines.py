@@ -1,5 +1,7 @@
 """Jobs of pipelines against training steps written out as in diffusers' own scripts."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import small_pipelines
@@ -165,9 +167,10 @@ def test_a_trained_pipeline_is_exported_and_generates(tmp_path):
     assert not torch.equal(loaded.unet.conv_in.weight, before)
     loaded.set_progress_bar_config(disable=True)
     options = {"num_inference_steps": 2, "output_type": "np", "height": 16, "width": 16}
+    pipelines: list[Any] = [loaded, pipe]
     images = [
         which("a seven", generator=torch.Generator().manual_seed(0), **options).images
-        for which in (loaded, pipe)
+        for which in pipelines
     ]
     assert images[0].shape == (1, 16, 16, 3)
     assert np.array_equal(*images)

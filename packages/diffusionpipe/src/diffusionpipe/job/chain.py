@@ -24,6 +24,8 @@ from shared.errors import ConfigError
 
 __all__ = ["Chain", "chain"]
 
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
 
 @dataclass(frozen=True, eq=False)
 class Chain:
@@ -172,7 +174,7 @@ class Chain:
         """
         for name, module in self.model.named_modules():
             # Its statistics would depend on the micro-batch, and so would the weights.
-            if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
+            if isinstance(module, _BATCH_NORMS) and module.training:
                 raise ConfigError(
                     f"{name}: expected no BatchNorm in training mode, got {type(module).__name__}; "
                     "do call its eval(), or replace it by a GroupNorm"
@@ -227,11 +229,12 @@ def chain(model: nn.Module | Iterable[Any]) -> Chain:
         ConfigError: no adapter knows the model; the message lists those there are.
     """
     # What a wrapper of peft holds is the model itself, changed in place.
-    inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+    given: Any = model
+    inner: Any = given.get_base_model() if hasattr(given, "get_base_model") else given
     for base in type(inner).__mro__:
         if base.__name__ in ADAPTERS:
             cut_model = ADAPTERS.get(base.__name__)
             owner, layers, shared = cut_model(inner)
-            return Chain(owner if inner is model else model, tuple(layers), frozenset(shared))
+            return Chain(owner if inner is given else given, tuple(layers), frozenset(shared))
     ADAPTERS.check(type(inner).__name__)
     raise AssertionError("a registered model was found above")

@@ -15,7 +15,7 @@ from diffusionpipe.job import frozen as frozen_parts
 from diffusionpipe.job.batches import Batch, count_rows, take_rows, unflatten
 from diffusionpipe.job.chain import Chain
 from diffusionpipe.job.checks.feeds import find_feeds
-from diffusionpipe.job.checks.rows import check_rows, check_untrained
+from diffusionpipe.job.checks.rows import check_losses, check_rows, check_untrained
 from diffusionpipe.job.draws import Draw, decide
 from diffusionpipe.job.layers import ESTIMATE, OUTPUT
 from diffusionpipe.job.losses import Noising
@@ -248,8 +248,9 @@ class Job:
             seed: of the draws.
 
         Raises:
-            ConfigError: layers and the model's forward differ, a forward draws random numbers, a
-                frozen function trains weights or mixes rows, or a function returns other shapes.
+            ConfigError: layers and the model's forward differ, a forward or `inputs` draws random
+                numbers by itself, a frozen function trains weights, a sample depends on others, or
+                a function returns other shapes.
             DataError: the batch has fewer than two rows.
         """
         self.validate()
@@ -267,9 +268,17 @@ class Job:
             values |= self.encode(component, batch, draw)
         for chain, prepared in zip(self.chains, self.prepare(batch, values, draw), strict=True):
             chain.check(**unflatten(prepared.state))
-            with torch.no_grad():
-                output = chain.run(prepared.state)[OUTPUT]
-            self.compute_losses(output, prepared.target, num_samples)
+
+        def compute(samples: range) -> Tensor:
+            rows = {name: value[samples.start : samples.stop] for name, value in values.items()}
+            piece = Draw(seed, 0, samples)
+            made = self.prepare(take_rows(batch, samples), rows, piece)
+            both = zip(self.chains, made, strict=True)
+            outputs = [(chain.run(one.state)[OUTPUT], one.target) for chain, one in both]
+            return torch.stack([self.compute_losses(*pair, len(samples)) for pair in outputs])
+
+        with torch.no_grad():
+            check_losses(compute, num_samples)
 
     def describe(self) -> str:
         """What has to be the same on all ranks, and for a plan to fit: JSON of layers and weights."""

@@ -27,6 +27,8 @@ _LOG_VARIANCES = (-30.0, 20.0)
 class Noising:
     """Adds noise to latents and says what the backbone shall predict.
 
+    A `Job` binds it to its backbone; call `bind` before you wrap it in a function of your own.
+
     Attributes:
         scheduler: of diffusers.
         prediction: "epsilon", "velocity" or "flow".

@@ -60,7 +60,7 @@ def profile(
     """
     num_samples = count_rows(batch)
     if sizes is None:
-        sizes = {1, *(max(1, num_samples // part) for part in (8, 4, 2, 1))}
+        sizes = [1, *(max(1, num_samples // part) for part in (8, 4, 2, 1))]
     sizes = tuple(sorted(set(sizes)))
     if not sizes or sizes[0] < 1 or sizes[-1] > num_samples:
         raise ConfigError(

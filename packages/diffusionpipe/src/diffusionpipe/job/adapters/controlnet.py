@@ -51,8 +51,8 @@ class ControlledUNet(nn.Module):
         super().__init__()
         self.controlnet: Any = controlnet
         self.unet: Any = unet.requires_grad_(False)
-        is_pooled = self.controlnet.config.global_pool_conditions
-        if is_pooled or getattr(self.unet, "encoder_hid_proj", None) is not None:
+        settings: Any = controlnet.config
+        if settings.global_pool_conditions or getattr(unet, "encoder_hid_proj", None) is not None:
             raise ConfigError(
                 "expected a ControlNet without global_pool_conditions and a U-Net without "
                 "encoder_hid_proj, got one with; do hand over a list of layers"

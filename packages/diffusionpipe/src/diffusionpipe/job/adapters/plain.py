@@ -27,8 +27,9 @@ def cut_list(entries: Sequence[Any] | nn.ModuleList) -> tuple[nn.Module, list[La
     Raises:
         ConfigError: the list is empty or mixed.
     """
-    if entries and all(isinstance(entry, Layer) for entry in entries):
-        return _join_layers(list(entries))
+    own_layers = [entry for entry in entries if isinstance(entry, Layer)]
+    if own_layers and len(own_layers) == len(entries):
+        return _join_layers(own_layers)
     if not entries or not all(isinstance(entry, nn.Module) for entry in entries):
         kinds = ", ".join(sorted({type(entry).__name__ for entry in entries})) or "no entries"
         raise ConfigError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from diffusionpipe.job.draws import Draw
 from diffusionpipe.job.frozen import Frozen, encode
 from shared.errors import ConfigError
 
-__all__ = ["check_rows", "check_untrained", "find_parameters"]
+__all__ = ["check_losses", "check_rows", "check_untrained", "find_parameters"]
 
 # Largest difference between an output's row alone and among others, relative to its largest value.
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
@@ -100,6 +100,31 @@ def check_untrained(
                 f"frozen[{function!r}]: expected a function without weights that train, got "
                 f"{len(trainable)} trainable parameters among {len(used)} (shapes {shapes}, ...); "
                 "do call requires_grad_(False) on its modules if nothing shall train them"
+            )
+
+
+def check_losses(compute: Callable[[range], Tensor], num_rows: int) -> None:
+    """Checks that the losses of some samples are the same alone and among others.
+
+    Args:
+        compute: from a range of samples to their losses, [num_backbones, num_samples].
+        num_rows: number of samples, at least two.
+
+    Raises:
+        ConfigError: they differ, or differ from run to run.
+    """
+    whole = compute(range(num_rows))
+    if not _is_close(compute(range(num_rows)), whole):
+        raise ConfigError(
+            "inputs: expected the same losses of the same samples, got others; do draw random "
+            "numbers by `draw` alone"
+        )
+    for piece in (range(1), range(1, num_rows)):
+        if not _is_close(compute(piece), whole[:, piece.start : piece.stop]):
+            raise ConfigError(
+                "expected a loss of sample i that needs sample i only, got others when samples "
+                f"{piece.start} to {piece.stop - 1} came alone; do compare no rows in `inputs`, in "
+                "the backbone or in `loss`"
             )
 
 

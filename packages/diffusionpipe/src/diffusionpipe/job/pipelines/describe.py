@@ -113,7 +113,7 @@ def _predict_noise(pipeline: Any, **arguments: Any) -> tuple[Noising, Callable[.
     from diffusers import DDPMScheduler
 
     # Schedulers for sampling cannot all add noise; they share the configuration of training.
-    scheduler = DDPMScheduler.from_config(pipeline.scheduler.config)
+    scheduler: Any = DDPMScheduler.from_config(pipeline.scheduler.config)
     losses = {"epsilon": epsilon, "v_prediction": velocity}
     kind = scheduler.config.prediction_type
     if kind not in losses:

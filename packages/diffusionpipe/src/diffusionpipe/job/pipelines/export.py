@@ -7,8 +7,6 @@ from typing import Any
 
 from torch import nn
 
-from shared.errors import ConfigError
-
 __all__ = ["save_backbone", "save_pipeline"]
 
 
@@ -26,8 +24,7 @@ def save_pipeline(pipeline: Any, model: nn.Module, folder: Path) -> None:
     from peft.utils import get_peft_model_state_dict
 
     part = next(n for n in ("unet", "transformer") if getattr(pipeline, n, None) is not None)
-    configs: Any = getattr(model, "peft_config")  # noqa: B009
-    name, config = next(iter(configs.items()))
+    name, config = next(iter(getattr(model, "peft_config", {}).items()))
     pipeline.save_lora_weights(
         folder,
         **{
@@ -40,21 +37,18 @@ def save_pipeline(pipeline: Any, model: nn.Module, folder: Path) -> None:
 
 def save_backbone(model: nn.Module, folder: Path) -> None:
     """Saves a backbone's folder; a list of modules as model.safetensors."""
-    if _has_adapter(model) and hasattr(model, "save_lora_adapter"):
-        saver: Any = model.save_lora_adapter
-        saver(folder)
+    owner: Any = model
+    if _has_adapter(model):
+        owner.save_lora_adapter(folder)
     elif hasattr(model, "save_pretrained"):
-        saver = model.save_pretrained
-        saver(folder)
+        owner.save_pretrained(folder)
     else:
         from safetensors.torch import save_model
 
         folder.mkdir(parents=True, exist_ok=True)
-        if not folder.is_dir():
-            raise ConfigError(f"{folder}: expected a folder, got a file; do name another")
         save_model(model, str(folder / "model.safetensors"))
 
 
 def _has_adapter(model: nn.Module) -> bool:
-    """Whether adapters of peft were added to a model of diffusers in place."""
-    return bool(getattr(model, "_hf_peft_config_loaded", False))
+    """Whether adapters of peft were added to a model of diffusers in place, without a wrapper."""
+    return bool(getattr(model, "peft_config", None)) and not hasattr(model, "get_base_model")

@@ -1,0 +1,44 @@
+import torch
+from torch import nn
+
+import diffusionpipe as dp
+from diffusionpipe.profiler import measure
+from shared.comms import RankPool
+
+
+class _Clock:
+    now = 0.0
+
+    def perf_counter(self):
+        return self.now
+
+
+def _job(clock, seconds):
+    """A job whose one layer takes so many seconds."""
+    linear = nn.Linear(4, 4)
+
+    def call(state):
+        clock.now += seconds
+        return {"output": linear(state["x"])}
+
+    return dp.Job(
+        dp.chain([dp.Layer("only", call, ("x",), ("output",), (linear,))]),
+        {"f": lambda b: b["x"] * 2},
+        lambda b, f, d: {"x": f["f"], "target": b["x"]},
+        lambda output, target: (output - target).square().mean(1),
+    )
+
+
+def profile_rank():
+    clock = measure.time = _Clock()
+    job = _job(clock, 1.0 + torch.distributed.get_rank())
+    return dp.profile(job, {"x": torch.zeros(4, 4)}, sizes=[4]).to_json()
+
+
+def test_all_ranks_get_the_same_figures():
+    with RankPool(2, modules=("diffusionpipe.profiler.measure",)) as pool:
+        first, second = pool.run(profile_rank).results
+    assert first == second
+    profile = dp.JobProfile.from_json(first)
+    assert profile.num_ranks == 2
+    assert profile.forward_s == ((1.5,),)
