@@ -23,7 +23,7 @@ def test_unfilled_step_is_the_closed_form(stages, micro_batches):
     bubbles = (stages - 1) / (micro_batches + stages - 1)
     assert step.bubble_share == pytest.approx(bubbles, abs=1e-12)
     assert step.busy_s == pytest.approx([micro_batches] * stages)
-    assert step.in_flight == tuple(min(stages - s, micro_batches) for s in range(stages))
+    assert step.in_flight == [min(stages - s, micro_batches) for s in range(stages)]
 
 
 @pytest.mark.parametrize("stages", [2, 4, 8])
@@ -150,7 +150,7 @@ def test_any_step_is_consistent(stages, micro_batches, fill, data):
 def test_one_device_of_two_opposite_chains_is_always_busy():
     step = simulate_bidirectional(([1.0], [2.0]), ([2.0], [4.0]), 3)
     assert step.makespan_s == pytest.approx(27)
-    assert step.in_flight == (1, 1)
+    assert step.in_flight == [1, 1]
 
 
 @pytest.mark.parametrize("stages", [2, 4])

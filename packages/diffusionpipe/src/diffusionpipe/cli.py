@@ -201,8 +201,8 @@ class Simulate(JsonOption):
         record = {
             "makespan_s": step.makespan_s,
             "bubble_share": step.bubble_share,
-            "in_flight": list(step.in_flight),
-            "busy_s": list(step.busy_s),
+            "in_flight": step.in_flight,
+            "busy_s": step.busy_s,
         }
         text = (
             f"{step.makespan_s:.4g} s a step (simulated), {step.bubble_share:.1%} idle; most "

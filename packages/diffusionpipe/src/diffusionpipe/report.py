@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from diffusionpipe.runtime.records import RunReport
     from shared.topology import Timeline
 
-__all__ = ["Bar", "draw_steps", "list_measured_bars", "list_planned_bars", "write_trace"]
+__all__ = ["TimedBar", "draw_steps", "list_measured_bars", "list_planned_bars", "write_trace"]
 
 # Colour of each kind of work, and its name in the legend.
 _KINDS = {
@@ -29,7 +29,7 @@ _KINDS = {
 _SAME = {"update": "step", "frozen": "encode"}
 
 
-class Bar(NamedTuple):
+class TimedBar(NamedTuple):
     """What a rank does for some time.
 
     Attributes:
@@ -44,7 +44,7 @@ class Bar(NamedTuple):
     label: str
 
 
-def list_planned_bars(timeline: Timeline, queues: Sequence[str]) -> list[list[Bar]]:
+def list_planned_bars(timeline: Timeline, queues: Sequence[str]) -> list[list[TimedBar]]:
     """Reads bars off a replayed or simulated step.
 
     Args:
@@ -54,7 +54,7 @@ def list_planned_bars(timeline: Timeline, queues: Sequence[str]) -> list[list[Ba
     Returns:
         Bars of each device.
     """
-    bars: list[list[Bar]] = [[] for _ in queues]
+    bars: list[list[TimedBar]] = [[] for _ in queues]
     number = {queue: device for device, queue in enumerate(queues)}
     for i, operation in enumerate(timeline.graph.operations):
         device = number.get(operation.queue) if isinstance(operation.queue, str) else None
@@ -64,11 +64,11 @@ def list_planned_bars(timeline: Timeline, queues: Sequence[str]) -> list[list[Ba
         kind = _SAME.get(kind, kind)
         label = " ".join(map(str, rest[:2])) if kind in ("forward", "backward", "estimate") else ""
         start_s, end_s = float(timeline.start_s[i]), float(timeline.end_s[i])
-        bars[device].append(Bar(kind, start_s, end_s, label or str(rest[0])))
+        bars[device].append(TimedBar(kind, start_s, end_s, label or str(rest[0])))
     return bars
 
 
-def list_measured_bars(report: RunReport, step: int = -1) -> list[list[Bar]]:
+def list_measured_bars(report: RunReport, step: int = -1) -> list[list[TimedBar]]:
     """Reads bars off the record of a step that was run.
 
     Args:
@@ -81,7 +81,7 @@ def list_measured_bars(report: RunReport, step: int = -1) -> list[list[Bar]]:
     begin_s = min(steps[step].start_s for steps in report.steps)
     return [
         [
-            Bar(
+            TimedBar(
                 _SAME.get(action.kind, action.kind),
                 action.start_s - begin_s,
                 action.end_s - begin_s,
@@ -94,7 +94,7 @@ def list_measured_bars(report: RunReport, step: int = -1) -> list[list[Bar]]:
     ]
 
 
-def draw_steps(steps: Mapping[str, Sequence[Sequence[Bar]]], path: Path, title: str) -> None:
+def draw_steps(steps: Mapping[str, Sequence[Sequence[TimedBar]]], path: Path, title: str) -> None:
     """Draws steps one above the other, on one scale of time.
 
     Args:
@@ -141,7 +141,7 @@ def draw_steps(steps: Mapping[str, Sequence[Sequence[Bar]]], path: Path, title: 
     save_picture(figure, path, title)
 
 
-def write_trace(steps: Mapping[str, Sequence[Sequence[Bar]]], path: Path) -> None:
+def write_trace(steps: Mapping[str, Sequence[Sequence[TimedBar]]], path: Path) -> None:
     """Writes steps as a Chrome trace: a process for each, a thread for each rank.
 
     Args:

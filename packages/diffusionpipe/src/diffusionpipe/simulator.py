@@ -55,8 +55,8 @@ class SimulatedStep:
 
     makespan_s: float
     bubble_share: float
-    in_flight: tuple[int, ...]
-    busy_s: tuple[float, ...]
+    in_flight: list[int]
+    busy_s: list[float]
     timeline: Timeline
 
 
@@ -149,12 +149,12 @@ def simulate_bidirectional(
 
 
 def _sum_up(timeline: Timeline, devices: int, in_flight: dict[int, int]) -> SimulatedStep:
-    busy_s = tuple(timeline.queues[f"device {device}"].busy_s for device in range(devices))
+    busy_s = [timeline.queues[f"device {device}"].busy_s for device in range(devices)]
     whole_s = devices * timeline.makespan_s
     return SimulatedStep(
         makespan_s=timeline.makespan_s,
         bubble_share=1 - sum(busy_s) / whole_s if whole_s else 0.0,
-        in_flight=tuple(in_flight[stage] for stage in sorted(in_flight)),
+        in_flight=[in_flight[stage] for stage in sorted(in_flight)],
         busy_s=busy_s,
         timeline=timeline,
     )

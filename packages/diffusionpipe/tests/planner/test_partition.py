@@ -81,8 +81,8 @@ def test_partition_by_hand():
         [1.0] * 4, [2.0] * 4, [0.0] * 4, [1.0] * 4, num_stages=2, num_devices=2,
         num_micro_batches=4, sync_s_per_byte=1.0,
     )  # fmt: skip
-    assert result.stages == ((0, 2), (2, 4))
-    assert result.replicas == (1, 1)
+    assert result.stages == [(0, 2), (2, 4)]
+    assert result.replicas == [1, 1]
     assert result.objective_s == (4 + 2) * 6
 
 
@@ -90,7 +90,7 @@ def test_a_used_cut_counts_and_an_unused_one_does_not():
     # The even cut costs 9 s, so that the uneven one of 9 s is as good and cheaper behind layer 0.
     kwargs = {"num_stages": 2, "num_devices": 2, "num_micro_batches": 1, "sync_s_per_byte": 0.0}
     even = partition([1.0] * 4, [2.0] * 4, [0, 100, 0], [0] * 4, **kwargs)
-    assert even.stages in (((0, 1), (1, 4)), ((0, 3), (3, 4)))
+    assert even.stages in ([(0, 1), (1, 4)], [(0, 3), (3, 4)])
     assert even.objective_s == 3 * 9
 
 
@@ -111,7 +111,7 @@ def test_earlier_backward_passes_hide_a_sum():
         [0.0, 0.0], [4.0, 8.0], [0.0], [0.0, 6.0], num_stages=2, num_devices=3, num_micro_batches=1,
         sync_s_per_byte=1.0,
     )  # fmt: skip
-    assert behind.replicas == (1, 2)
+    assert behind.replicas == [1, 2]
     assert behind.objective_s == 3 * 4 + (6 - 4)
 
 

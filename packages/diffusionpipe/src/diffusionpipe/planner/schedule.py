@@ -75,7 +75,8 @@ def order_by_events(
     stages = range(len(device_of))
     kinds: list[Kind] = ["estimate", "forward"] if has_estimate else ["forward"]
     passes: list[tuple[Kind, int]] = [(kind, stage) for kind in kinds for stage in stages]
-    passes += [("backward", stage) for stage in stages[::-1]]
+    last: Kind = "backward"
+    passes += [(last, stage) for stage in stages[::-1]]
     longest = max_in_flight or (_MAX_WINDOW + has_estimate) * devices
     longest = min(num_micro_batches, longest)
     timelines = [

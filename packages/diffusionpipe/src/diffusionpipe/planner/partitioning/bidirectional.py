@@ -32,8 +32,8 @@ class PairedPartition:
         objective_s: (M + 2S - 2) W in seconds.
     """
 
-    down: tuple[tuple[int, int], ...]
-    up: tuple[tuple[int, int], ...]
+    down: list[tuple[int, int]]
+    up: list[tuple[int, int]]
     objective_s: float
 
 
@@ -67,8 +67,8 @@ def partition_bidirectional(
     period_s = pair_stages(down_s, up_s, link_s, num_stages, False, stops, starts)
     ends = starts.tolist()
     return PairedPartition(
-        down=tuple(zip([0, *stops[:-1].tolist()], stops.tolist(), strict=True)),
-        up=tuple(zip(ends[::-1], [*ends[-2::-1], len(up[0])], strict=True)),
+        down=list(zip([0, *stops[:-1].tolist()], stops.tolist(), strict=True)),
+        up=list(zip(ends[::-1], [*ends[-2::-1], len(up[0])], strict=True)),
         objective_s=float((num_micro_batches + 2 * num_stages - 2) * period_s),
     )
 

@@ -48,8 +48,8 @@ class Partition:
         objective_s: (M + 2S - 2) W + Y in seconds.
     """
 
-    stages: tuple[tuple[int, int], ...]
-    replicas: tuple[int, ...]
+    stages: list[tuple[int, int]]
+    replicas: list[int]
     objective_s: float
 
 
@@ -169,8 +169,8 @@ def solve_stages(
             low_s, limit_s, bound_s, is_greedy, stops, replicas,
         )  # fmt: skip
         if objective_s < bound_s:
-            stages = tuple(zip([0, *stops[:-1].tolist()], stops.tolist(), strict=True))
-            counts = tuple(replicas.tolist())
+            stages = list(zip([0, *stops[:-1].tolist()], stops.tolist(), strict=True))
+            counts = replicas.tolist()
             best = Partition(stages, counts, _objective_s(tables, stages, counts, weight))
             bound_s = best.objective_s
 
@@ -223,8 +223,8 @@ def _bracket_period(tables: StageTables, num_stages: int, num_devices: int) -> t
 
 def _objective_s(
     tables: StageTables,
-    stages: tuple[tuple[int, int], ...],
-    replicas: tuple[int, ...],
+    stages: Sequence[tuple[int, int]],
+    replicas: Sequence[int],
     weight: float,
 ) -> float:
     period_s, exposed_s, hidden_s = 0.0, 0.0, 0.0

@@ -186,7 +186,7 @@ def _shape_chains(
                 placement="chain",
                 num_micro_batches=count,
                 batch_size=batch_size,
-                spans=partition.stages,
+                spans=tuple(partition.stages),
                 devices=devices,
                 num_groups=count_groups(devices),
                 backbones=(0,) * num_stages,
