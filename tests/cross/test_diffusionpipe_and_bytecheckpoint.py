@@ -61,7 +61,9 @@ def test_bytecheckpoint_reads_an_engines_checkpoint(tmp_path):
     folder = tmp_path / "checkpoint"
     with RankPool(2) as pool:
         results = pool.run(train, str(folder)).results
-    weights, states = ({k: v for one in part for k, v in one.items()} for part in zip(*results))
+    weights, states = (
+        {k: v for one in part for k, v in one.items()} for part in zip(*results, strict=True)
+    )
     assert len(weights) == 8
     target = {
         "model": {name: torch.zeros_like(value) for name, value in weights.items()},

@@ -155,12 +155,18 @@ class Executor:
         """
         self._begin(program, num_rows, num_next, num_rows)
         late: list[Instruction] = []
-        place = "the start"
+        place, is_late = "the start", False
         try:
             for index, instruction in enumerate(self._program.instructions):
                 place = describe_action(instruction.action)
                 self._links.look_ahead(index)
-                if instruction.action.kind == "encode" and self._is_late(index):
+                # Decided once for jobs in a row: a plan may fill beyond the wait where that delays
+                # nobody, but jobs whose wait was over before they began would delay somebody.
+                if instruction.action.kind != "encode":
+                    is_late = False
+                elif index == 0 or self._program.instructions[index - 1].action.kind != "encode":
+                    is_late = self._is_late(index)
+                if is_late:
                     late.append(instruction)
                 else:
                     self._run(instruction, late)
@@ -200,7 +206,7 @@ class Executor:
                 self._encode(one)
 
     def _is_late(self, index: int) -> bool:
-        """Whether the wait that an encode action fills is over before it has begun."""
+        """Whether the wait that encode actions fill is over before the first of them begins."""
         if self._num_next is None:
             return False
         following = (
