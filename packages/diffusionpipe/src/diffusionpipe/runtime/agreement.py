@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from diffusionpipe.runtime.stages.health import Problem
+from diffusionpipe.runtime.stages.health import BadValues
 from shared.comms import Group, all_gather_v, all_reduce
 from shared.errors import CommError, DivergenceError
 
@@ -95,7 +95,7 @@ def check_close(
             )
 
 
-def add_losses(group: Group | None, step: int, loss: float, problems: Sequence[Problem]) -> float:
+def add_losses(group: Group | None, step: int, loss: float, problems: Sequence[BadValues]) -> float:
     """Adds up a step's loss over ranks, before any weight changes; every rank calls it.
 
     Args:
@@ -118,14 +118,14 @@ def add_losses(group: Group | None, step: int, loss: float, problems: Sequence[P
             all_reduce(group, told)
     if not told[1] and told[0].isfinite():
         return float(told[0])
-    every = [Problem(*one) for found in exchange(group, problems) for one in found]
+    every = [BadValues(*one) for found in exchange(group, problems) for one in found]
     raise DivergenceError(_describe(step, float(told[0]), every))
 
 
 _ORDER = ("forward", "loss", "backward", "gradients")
 
 
-def _describe(step: int, loss: float, problems: Sequence[Problem]) -> str:
+def _describe(step: int, loss: float, problems: Sequence[BadValues]) -> str:
     """Names where values first were not finite: the first stage forward, or the last backward."""
     if not problems:
         return f"step {step}: expected a finite loss, got {loss}; lower the learning rate"

@@ -26,7 +26,7 @@ from diffusionpipe.runtime.executor import Executor
 from diffusionpipe.runtime.instructions import Program, check_splits, compile_programs
 from diffusionpipe.runtime.links import Links, group_replicas
 from diffusionpipe.runtime.records import RunReport, collect_report
-from diffusionpipe.runtime.stages import GradientSums, Problem, StageCompute, Trace, trace_job
+from diffusionpipe.runtime.stages import BadValues, GradientSums, StageCompute, Trace, trace_job
 from diffusionpipe.runtime.weights import gather_weights
 from shared.comms import Group, LedgerSnapshot
 from shared.errors import ConfigError, DataError, MeshyardError
@@ -225,7 +225,7 @@ class Engine:
         try:
             with executor.recorder.time("wait", name="sums and agreement"):
                 sums.wait()
-                bad = [Problem("gradients", stage, ()) for stage in sums.find_bad_stages()]
+                bad = [BadValues("gradients", stage, ()) for stage in sums.find_bad_stages()]
                 problems = [*compute.health.find_problems(), *bad]
                 loss = add_losses(self._control, self.step, float(compute.loss), problems)
             with executor.recorder.time("update"):

@@ -12,15 +12,15 @@ from diffusionpipe.job.layers import ESTIMATE, OUTPUT
 from diffusionpipe.runtime.frozen_rows import FrozenRows
 from diffusionpipe.runtime.instructions import (
     Instruction,
-    Message,
     Program,
     StageFlow,
+    ValueMessage,
     describe_action,
     join_ranges,
     scale_rows,
 )
 from diffusionpipe.runtime.links import Links
-from diffusionpipe.runtime.records import Recorder
+from diffusionpipe.runtime.records import StepRecorder
 from diffusionpipe.runtime.shapes import Shapes
 from shared.errors import MeshyardError
 
@@ -107,7 +107,7 @@ class Executor:
             shapes: of all values.
             batch_size: rows of the plan's batch.
         """
-        self.recorder = Recorder()
+        self.recorder = StepRecorder()
         self._programs, self._stages, self._links = list(programs), stages, links
         self._compute, self._shapes, self._batch_size = compute, shapes, batch_size
         self._names = {name for stage in held for name in stages[stage].frozen}
@@ -300,11 +300,11 @@ class Executor:
     def _scale(self, instruction: Instruction) -> Rows:
         return scale_rows(instruction.samples, self._batch_size, self._num_rows)
 
-    def _take(self, message: Message) -> dict[str, Tensor]:
+    def _take(self, message: ValueMessage) -> dict[str, Tensor]:
         with self.recorder.time("wait", message.stages[1], message.micro_batch, message.label):
             return self._links.take(message)
 
-    def _send(self, message: Message, rows: Rows, tensors: Mapping[str, Tensor]) -> None:
+    def _send(self, message: ValueMessage, rows: Rows, tensors: Mapping[str, Tensor]) -> None:
         ranges = self._links.cut_ranges(message)
         if not ranges:
             return

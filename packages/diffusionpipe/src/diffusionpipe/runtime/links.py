@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from diffusionpipe.planner.plan import Plan
-from diffusionpipe.runtime.instructions import Message, Program, name_lane, scale_rows
+from diffusionpipe.runtime.instructions import Program, ValueMessage, name_lane, scale_rows
 from diffusionpipe.runtime.shapes import Shapes, ValueShape, pack, unpack
 from shared.comms import Group, PendingRounds, Round, post_rounds
 from shared.comms.courier import connect
@@ -69,7 +69,7 @@ class Links:
         self._program = programs[0]
         self._receiving: list[int] = []
         self._rows: dict[str, int | None] = {}
-        self._queues: dict[tuple[int, str], deque[tuple[Message, int]]] = {}
+        self._queues: dict[tuple[int, str], deque[tuple[ValueMessage, int]]] = {}
         self._outgoing: dict[int, list[Tensor]] = {}
         self._incoming: dict[int, _Receive] = {}
         self._sending: list[PendingRounds] = []
@@ -77,7 +77,7 @@ class Links:
 
     def begin(
         self, program: Program, num_rows: int | None, num_next_rows: int | None
-    ) -> list[Message]:
+    ) -> list[ValueMessage]:
         """Begins a step; the receives of frozen outputs are posted at once.
 
         Args:
@@ -93,7 +93,7 @@ class Links:
         self._program = program
         self._receiving = [i for i, one in enumerate(program.instructions) if one.receives]
         expected = []
-        queues: dict[tuple[int, str], list[Message]] = {}
+        queues: dict[tuple[int, str], list[ValueMessage]] = {}
         for message in program.messages:
             if not self.count_rows(message):
                 continue
@@ -108,7 +108,7 @@ class Links:
         self._post()
         return expected
 
-    def cut_ranges(self, message: Message) -> list[tuple[int, int]]:
+    def cut_ranges(self, message: ValueMessage) -> list[tuple[int, int]]:
         """Rows of this step's batch that a message carries, without empty ranges."""
         num_rows = self._rows[message.kind]
         if num_rows is None:
@@ -116,7 +116,7 @@ class Links:
         scaled = [scale_rows(rows, self.batch_size, num_rows) for rows in message.ranges]
         return [rows for rows in scaled if rows[0] < rows[1]]
 
-    def count_rows(self, message: Message) -> int:
+    def count_rows(self, message: ValueMessage) -> int:
         """Number of rows of this step's batch that a message carries; one without any is not sent."""
         return sum(stop - first for first, stop in self.cut_ranges(message))
 
@@ -131,7 +131,7 @@ class Links:
             self._window = self._receiving[min(at, len(self._receiving) - 1)]
         self._post()
 
-    def send(self, message: Message, tensors: dict[str, Tensor]) -> None:
+    def send(self, message: ValueMessage, tensors: dict[str, Tensor]) -> None:
         """Sends values and returns at once; they must not be written to before `finish`.
 
         Args:
@@ -142,7 +142,7 @@ class Links:
             self._outgoing[message.number] = [tensors[key] for key in self._order_keys(message)]
             self._post()
 
-    def take(self, message: Message) -> dict[str, Tensor]:
+    def take(self, message: ValueMessage) -> dict[str, Tensor]:
         """Waits for a message and returns its values; none if it carries no rows.
 
         Raises:
@@ -152,7 +152,7 @@ class Links:
             return {}
         return self.receive(message)()
 
-    def receive(self, message: Message) -> Callable[[], dict[str, Tensor]]:
+    def receive(self, message: ValueMessage) -> Callable[[], dict[str, Tensor]]:
         """Returns a function that waits for a message; it may be called in a later step."""
         incoming = self._incoming  # this step's: numbers are used again in the next
 
@@ -164,7 +164,7 @@ class Links:
 
         return wait
 
-    def has_arrived(self, message: Message) -> bool:
+    def has_arrived(self, message: ValueMessage) -> bool:
         """Whether waiting for a message would take no time; False where that is not known."""
         if not self.count_rows(message):
             return True
@@ -191,14 +191,14 @@ class Links:
             while queue and self._is_ready(*queue[0]):
                 self._post_message(queue.popleft()[0], peer, lane)
 
-    def _is_ready(self, message: Message, deadline: int) -> bool:
+    def _is_ready(self, message: ValueMessage, deadline: int) -> bool:
         if message.sender == self.rank:
             return message.number in self._outgoing
         return deadline <= self._window
 
-    def _find_deadlines(self, messages: Sequence[Message]) -> deque[tuple[Message, int]]:
+    def _find_deadlines(self, messages: Sequence[ValueMessage]) -> deque[tuple[ValueMessage, int]]:
         """For each message of a lane the first instruction that waits for it, or for one behind it."""
-        queue: deque[tuple[Message, int]] = deque()
+        queue: deque[tuple[ValueMessage, int]] = deque()
         deadline = len(self._program.instructions)
         for message in reversed(messages):
             is_sent = message.sender == self.rank
@@ -206,7 +206,7 @@ class Links:
             queue.appendleft((message, deadline))
         return queue
 
-    def _post_message(self, message: Message, peer: int, lane: str) -> None:
+    def _post_message(self, message: ValueMessage, peer: int, lane: str) -> None:
         group = self._groups[peer]
         other = group.ranks.index(peer)
         options = {"op": message.kind} | ({"lane": lane} if lane else {})
@@ -227,11 +227,11 @@ class Links:
         pending = post_rounds(group, [item], message.label, **options)
         self._incoming[message.number] = _Receive(pending, buffer, layout, keys)
 
-    def _table(self, message: Message) -> Mapping[str, ValueShape]:
+    def _table(self, message: ValueMessage) -> Mapping[str, ValueShape]:
         shapes = self.shapes
         return shapes.frozen if message.kind == "frozen" else shapes.values[message.backbone]
 
-    def _order_keys(self, message: Message) -> tuple[str, ...]:
+    def _order_keys(self, message: ValueMessage) -> tuple[str, ...]:
         shapes = self._table(message)
         return tuple(sorted(message.keys, key=lambda key: -shapes[key].dtype.itemsize))
 

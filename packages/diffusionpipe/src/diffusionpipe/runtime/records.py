@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from diffusionpipe.runtime.agreement import exchange
 from shared.comms import Group, LedgerSnapshot
 
-__all__ = ["ActionTime", "Recorder", "RunReport", "StepTimes", "collect_report"]
+__all__ = ["ActionTime", "RunReport", "StepRecorder", "StepTimes", "collect_report"]
 
 _STEPS_KEPT = 20
 """Steps of which every action is kept; of earlier ones only sums are."""
@@ -64,7 +64,7 @@ class StepTimes:
     actions: list[ActionTime] = field(default_factory=list)
 
 
-class Recorder:
+class StepRecorder:
     """Times a rank's actions, step by step.
 
     Attributes:
@@ -158,7 +158,7 @@ class RunReport:
 
 def collect_report(
     control: Group | None,
-    recorder: Recorder,
+    recorder: StepRecorder,
     traffic: LedgerSnapshot,
     predicted_s: float,
     predicted_edges: Mapping[tuple[int, int], int],

@@ -2,7 +2,7 @@
 
 from diffusionpipe.runtime.instructions.dataflow import BackboneFlow, Dataflow, StageFlow
 from diffusionpipe.runtime.instructions.messages import (
-    Message,
+    ValueMessage,
     describe_action,
     join_ranges,
     name_lane,
@@ -15,9 +15,9 @@ __all__ = [
     "BackboneFlow",
     "Dataflow",
     "Instruction",
-    "Message",
     "Program",
     "StageFlow",
+    "ValueMessage",
     "check_splits",
     "compile_programs",
     "describe_action",

@@ -19,7 +19,7 @@ from diffusionpipe.runtime.instructions.dataflow import Dataflow, StageFlow
 from shared.errors import ConfigError
 
 __all__ = [
-    "Message",
+    "ValueMessage",
     "describe_action",
     "find_samples",
     "join_ranges",
@@ -35,7 +35,7 @@ Rows = tuple[int, int]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Message:
+class ValueMessage:
     """Values that one rank sends to another, once a step.
 
     Attributes:
@@ -83,7 +83,7 @@ def scale_rows(rows: Rows, batch_size: int, num_rows: int) -> Rows:
     return rows[0] * num_rows // batch_size, rows[1] * num_rows // batch_size
 
 
-def name_lane(message: Message) -> str:
+def name_lane(message: ValueMessage) -> str:
     """Names the connection that a message travels on: one for each kind and direction."""
     return f"{message.kind} {'up' if message.sender > message.receiver else 'down'}"
 
@@ -122,7 +122,7 @@ def join_ranges(ranges: Iterable[Rows]) -> list[Rows]:
 
 def list_values(
     plan: Plan, flow: Dataflow, place: Mapping[tuple[int, str, int, int], int]
-) -> Iterator[Message]:
+) -> Iterator[ValueMessage]:
     """Lists messages between stages: values forward and their gradients backward.
 
     Args:
@@ -143,7 +143,7 @@ def list_values(
             with_gradient = tuple(key for key in keys if key in names.differentiable)
             for micro_batch in range(plan.num_micro_batches):
                 for writer, reader, rows in match_rows(plan, source, target, micro_batch):
-                    values = Message(
+                    values = ValueMessage(
                         kind="values",
                         sender=writer,
                         receiver=reader,
@@ -178,7 +178,7 @@ def list_values(
 
 def list_estimates(
     plan: Plan, stages: Sequence[StageFlow], place: Mapping[tuple[int, str, int, int], int]
-) -> Iterator[Message]:
+) -> Iterator[ValueMessage]:
     """Lists messages of estimates, from the last stage to ranks whose inputs depend on them.
 
     Args:
@@ -195,7 +195,7 @@ def list_estimates(
         for micro_batch in range(plan.num_micro_batches):
             for writer, reader, rows in match_rows(plan, source, target, micro_batch):
                 if writer != reader:
-                    yield Message(
+                    yield ValueMessage(
                         kind="values",
                         sender=writer,
                         receiver=reader,
@@ -210,7 +210,7 @@ def list_estimates(
                     )
 
 
-def list_frozen(plan: Plan, flow: Dataflow, stages: Sequence[StageFlow]) -> Iterator[Message]:
+def list_frozen(plan: Plan, flow: Dataflow, stages: Sequence[StageFlow]) -> Iterator[ValueMessage]:
     """Lists messages of frozen outputs, from who encodes a sample to those that need it."""
     names = [
         {name for stage in plan.stages_of(rank) for name in stages[stage].frozen}
@@ -234,7 +234,7 @@ def list_frozen(plan: Plan, flow: Dataflow, stages: Sequence[StageFlow]) -> Iter
                 cut = [(max(start, first), min(end, stop)) for start, end in ranges]
                 common = tuple(rows for rows in cut if rows[0] < rows[1])
                 if reader != owner and keys and common:
-                    yield Message(
+                    yield ValueMessage(
                         kind="frozen",
                         sender=owner,
                         receiver=reader,
@@ -244,7 +244,7 @@ def list_frozen(plan: Plan, flow: Dataflow, stages: Sequence[StageFlow]) -> Iter
                     )
 
 
-def order_messages(plan: Plan, messages: Sequence[Message]) -> list[Message]:
+def order_messages(plan: Plan, messages: Sequence[ValueMessage]) -> list[ValueMessage]:
     """Numbers messages in an order in which the ranks' actions can complete them.
 
     Within a lane this is the sender's program order. Where one connection carries both directions,
@@ -254,11 +254,11 @@ def order_messages(plan: Plan, messages: Sequence[Message]) -> list[Message]:
         ConfigError: ranks would wait for each other; names the actions.
     """
     num_missing: dict[Rows, int] = defaultdict(int)
-    sent_by: dict[Rows, list[Message]] = defaultdict(list)
+    sent_by: dict[Rows, list[ValueMessage]] = defaultdict(list)
     for message in messages:
         num_missing[message.receiver, message.used_by] += 1
         sent_by[message.sender, message.sent_by].append(message)
-    ordered: list[Message] = []
+    ordered: list[ValueMessage] = []
     position = [0] * plan.num_ranks
     runnable = deque(range(plan.num_ranks))
     while runnable:

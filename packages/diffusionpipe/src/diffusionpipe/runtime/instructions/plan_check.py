@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from diffusionpipe.planner.plan import Action, Plan
 from diffusionpipe.runtime.instructions.dataflow import Dataflow
-from diffusionpipe.runtime.instructions.messages import Message, describe_action
+from diffusionpipe.runtime.instructions.messages import ValueMessage, describe_action
 from diffusionpipe.runtime.shapes import Shapes
 from shared.errors import ConfigError
 
@@ -98,7 +98,7 @@ def _check_order(plan: Plan, rank: int, order: Sequence[Action]) -> None:
         )
 
 
-def check_splits(plan: Plan, messages: Iterable[Message], shapes: Shapes) -> None:
+def check_splits(plan: Plan, messages: Iterable[ValueMessage], shapes: Shapes) -> None:
     """Checks that only values with a row a sample are cut, where neighbouring stages share rows unlike.
 
     Args:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from diffusionpipe.planner.plan import Action, Plan
 from diffusionpipe.runtime.instructions.dataflow import Dataflow
 from diffusionpipe.runtime.instructions.messages import (
-    Message,
+    ValueMessage,
     find_samples,
     list_estimates,
     list_frozen,
@@ -42,8 +42,8 @@ class Instruction:
 
     action: Action
     samples: Rows
-    receives: tuple[Message, ...]
-    sends: tuple[Message, ...]
+    receives: tuple[ValueMessage, ...]
+    sends: tuple[ValueMessage, ...]
     is_final: bool
 
 
@@ -61,7 +61,7 @@ class Program:
 
     rank: int
     instructions: tuple[Instruction, ...]
-    messages: tuple[Message, ...]
+    messages: tuple[ValueMessage, ...]
     num_readers: dict[tuple[int, str], int]
     edges: dict[tuple[int, int], tuple[str, ...]]
 
@@ -85,9 +85,9 @@ def compile_programs(plan: Plan, flow: Dataflow) -> list[Program]:
     if any(action.kind == "estimate" for action in plan.order[0]):
         unordered += list_estimates(plan, stages, place)
     edges: dict[tuple[int, int], set[str]] = defaultdict(set)
-    receives: dict[tuple[int, int], list[Message]] = defaultdict(list)
-    sends: dict[tuple[int, int], list[Message]] = defaultdict(list)
-    own: dict[int, list[Message]] = defaultdict(list)
+    receives: dict[tuple[int, int], list[ValueMessage]] = defaultdict(list)
+    sends: dict[tuple[int, int], list[ValueMessage]] = defaultdict(list)
+    own: dict[int, list[ValueMessage]] = defaultdict(list)
     for message in order_messages(plan, unordered):
         low, high = sorted((message.sender, message.receiver))
         edges[low, high].add(name_lane(message))

@@ -25,6 +25,8 @@ __all__ = ["StageCompute"]
 
 Rows = tuple[int, int]
 
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
+
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
@@ -236,7 +238,7 @@ class StageCompute:
         flow = self.stages[stage]
         layers = self.job.chains[flow.backbone].layers[flow.first : flow.stop]
         return any(
-            isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p > 0
+            isinstance(module, _DROPOUTS) and module.training and module.p > 0
             for layer in layers
             for root in layer.modules
             for module in root.modules()

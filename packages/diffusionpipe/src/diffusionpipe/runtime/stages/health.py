@@ -8,10 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Health", "Problem"]
+__all__ = ["BadValues", "Health"]
 
 
-class Problem(NamedTuple):
+class BadValues(NamedTuple):
     """Values that are not finite.
 
     Attributes:
@@ -57,7 +57,7 @@ class Health:
         sums = rows.sum(1, dtype=torch.promote_types(value.dtype, torch.float32))
         self._notes.append(_Note(what, stage, samples, sums))
 
-    def find_problems(self) -> list[Problem]:
+    def find_problems(self) -> list[BadValues]:
         """What was noted and is not finite, first noted first."""
         problems = []
         for note in self._notes:
@@ -67,5 +67,5 @@ class Health:
                 rows = range(first, stop)
                 if len(is_bad) == len(rows):
                     rows = [row for row, bad in zip(rows, is_bad.tolist(), strict=True) if bad]
-                problems.append(Problem(note.what, note.stage, tuple(rows)))
+                problems.append(BadValues(note.what, note.stage, tuple(rows)))
         return problems
