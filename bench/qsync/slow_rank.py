@@ -65,7 +65,7 @@ def find_least_noise(survey, plan):
         precisions=PRECISIONS,
         kernel_s=lambda op, p: costs.kernel_s(op, p) + costs.backward_kernel_s(op, p),
         cast_s=costs.cast_s,
-        limit_s=(plan.ranks[1].compute_s - costs.begin_s) * (1 + 1e-6),
+        limit_s=(plan.ranks[1].compute_s - costs.rest_s) * (1 + 1e-6),
     ).noise
 
 

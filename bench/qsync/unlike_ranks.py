@@ -63,7 +63,7 @@ def predict_s(survey: Survey, precisions: Sequence[Mapping[str, str]]) -> float:
             mapper.set(name, precision)
         seconds.append(
             RankSeconds(
-                forward_s=mapper.forward_s, backward_s=mapper.backward_s, begin_s=costs.begin_s
+                forward_s=mapper.forward_s, backward_s=mapper.backward_s, rest_s=costs.rest_s
             )
         )
     return StepReplay(survey.graph, survey.buckets, len(seconds)).run(seconds).step_s

@@ -159,11 +159,12 @@ def survey(
     if len(profiles) > 1:
         graph = profiles[0].graph
         buckets = measure_buckets(model, [graph.ops[i].name for i in graph.linears])
-        replayed = StepReplay(graph, buckets, len(profiles)).run(
-            [each.float32 for each in profiles]
-        )
-        rest_s = max(time_summed_steps(model, samples, loss_fn) - replayed.step_s, 0.0)
-        profiles = [replace(each, rest_s=rest_s) for each in profiles]
+        replay = StepReplay(graph, buckets, len(profiles))
+        replayed_s = replay.run([each.float32 for each in profiles]).step_s
+        rest_s = max(time_summed_steps(model, samples, loss_fn) - replayed_s, 0.0)
+        # It is the slowest rank's; a faster one copies gradients as much faster as it computes.
+        slowest_s = max(each.step_s for each in profiles)
+        profiles = [replace(each, rest_s=rest_s * each.step_s / slowest_s) for each in profiles]
     return Survey(
         precisions=tuple(names),
         operators=measured[0][0],
