@@ -2,8 +2,9 @@
 
 Each rank draws a precision for every operator of every plan. All plans are predicted from one profile of uniform
 precisions and a few float32 steps of all ranks, before any of them runs; then they take turns under torch's DDP,
-without optimizer. An emulated slow rank: the first rank has a core of its own without bf16 units, the others have shares of the second core. Also
-told: how far the halves of the measured turns are apart, below which no prediction can be told from another.
+without optimizer. An emulated slow rank: the first rank has a core of its own without bf16 units, the others have
+shares of the second core. Also told: how far the halves of the measured turns are apart, below which no prediction can
+be told from another.
 """
 
 import sys
