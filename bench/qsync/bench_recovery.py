@@ -25,7 +25,7 @@ from shared.comms import Group, RankPool
 sys.path.insert(0, str(Path(__file__).parent))
 
 from indicators import weigh
-from slow_rank import Way, find_fastest, find_least_noise, longest, on_rank, record_uniform
+from slow_rank import Way, find_least_noise, longest, on_rank, record_uniform
 from unlike_ranks import PRECISIONS, gather, predict_s, slow_down, take_turns
 
 PEERS = [
@@ -68,7 +68,9 @@ def run_recovery(turns):
     ours, alone = Way(qsync.DDP), Way(None)
     job = alone.job
     measured = survey(job.model, job.batches, job.loss_fn, precisions=PRECISIONS)
-    fastest, target_s = find_fastest(measured)
+    uniform = {p: dict.fromkeys(measured.operators, p) for p in LOWER}
+    fastest = min(LOWER, key=lambda p: predict_s(measured, [{}, uniform[p]]))
+    target_s = predict_s(measured, [{}, uniform[fastest]])
     plan = measured.allocate(target_time=target_s)
     names = list(list_operators(job.model))
     tables = torch.stack(gather(weigh(job, LOWER, "paper"))).sum(0)
@@ -80,7 +82,7 @@ def run_recovery(turns):
         "plan": plan.ranks[1].lowered,
         "paper": measured.allocate(target_time=target_s, noise=paper).ranks[1].lowered,
         "largest first": lower_largest(measured, target_s, fastest),
-        f"uniform {fastest}": dict.fromkeys(measured.operators, fastest),
+        **{f"uniform {p}": uniform[p] for p in LOWER},
     }
     predicted = {name: predict_s(measured, [{}, lowered]) for name, lowered in chosen.items()}
     noise = {}

@@ -4,7 +4,7 @@ from statistics import median
 
 import torch
 from real_models import build_job
-from unlike_ranks import PRECISIONS, lower, predict_s
+from unlike_ranks import PRECISIONS, lower
 
 from qsync.planner.milp import solve
 from shared.claims import Claim
@@ -13,7 +13,6 @@ __all__ = [
     "LENGTH",
     "TOKENS",
     "Way",
-    "find_fastest",
     "find_least_noise",
     "longest",
     "on_rank",
@@ -55,14 +54,6 @@ class Way:
 def on_rank(rank, precisions):
     """Precisions of the slow rank alone."""
     return precisions if rank == 1 else {}
-
-
-def find_fastest(survey):
-    """The faster uniform precision of the slow rank, with its predicted step."""
-    steps = {
-        p: predict_s(survey, [{}, dict.fromkeys(survey.operators, p)]) for p in ("bf16", "int8")
-    }
-    return min(steps.items(), key=lambda item: item[1])
 
 
 def find_least_noise(survey, plan):
