@@ -20,6 +20,8 @@ from qsync.profiler.gradients import LossFunction
 from qsync.profiler.indicator import NUM_BATCHES, OperatorNoise, sensitivity
 from qsync.profiler.profile import RankProfile, profile_model
 from qsync.profiler.transfers import measure_buckets, time_summed_steps
+from qsync.runtime.apply import check_weights
+from qsync.runtime.modules import list_operators
 from shared.comms import Group, all_gather_v
 from shared.errors import ConfigError, DataError
 from shared.units import parse_bytes
@@ -56,8 +58,8 @@ def plan(
         The plan, the same on all ranks.
 
     Raises:
-        ConfigError: a precision is unknown, the target or the memory is invalid, or a model, loss or
-            rank differs from what is expected. All ranks raise if one does.
+        ConfigError: a precision is unknown, the target or the memory is invalid, weights are not
+            float32, or a model, loss or rank differs from what is expected. All ranks raise if one does.
         DataError: there is no batch, or a gradient is zero or not finite.
     """
     names = sort_precisions(precisions)
@@ -142,6 +144,7 @@ def survey(
     def measure() -> tuple[dict[str, str], RankProfile]:
         if not samples:
             raise DataError("batches: expected at least one, got none")
+        check_weights(list_operators(model))
         operators = describe_operators(model)
         profile = profile_model(model, samples, loss_fn, precisions=names)
         if limit_bytes is not None:
