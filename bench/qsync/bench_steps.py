@@ -147,7 +147,7 @@ def bench_half(benchmark, record_claim):
             baseline=1.4,
             baseline_name="the aim",
             higher_is_better=True,
-            correct=True,
+            correct=bool(lowered),
             detail=told,
             source=f"{COMMAND} -k half",
         ),

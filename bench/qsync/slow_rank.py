@@ -85,7 +85,7 @@ def record_uniform(record_claim, steps, plan, least, told, command, row, fastest
             baseline=median(steps[fastest]),
             baseline_name=f"the faster one: {fastest}",
             higher_is_better=False,
-            correct=True,
+            correct=bool(plan.ranks[1].lowered),
             detail=told,
             source=f"{command} -k {row}",
         ),
