@@ -108,7 +108,7 @@ def bench_recovery(benchmark, record_claim):
         f"{name} {median(turns):.3f} s, predicted {predicted.get(name, math.nan):.3f}, noise {noise.get(name, 0.0):.3g}"
         for name, turns in steps.items()
     )
-    told = f"{TURNS} turns: {told}; {kept} of {len(plan.operators)} operators left in float32; slow rank emulated"
+    told = f"{TURNS} turns: {told}; no plan can have less noise than {least:.3g}, by HiGHS; {kept} of {len(plan.operators)} operators left in float32; slow rank emulated"
     record_uniform(record_claim, steps, plan, least, told, COMMAND, "recovery", fastest)
     for name, peer in (
         (fastest, "the faster uniform precision"),

@@ -1,9 +1,10 @@
 """Predicted steps of plans that never ran beside the measured ones, on two and three unlike ranks.
 
 Each rank draws a precision for every operator of every plan. All plans are predicted from one profile of uniform
-precisions, before any of them runs; then they take turns under torch's DDP, without optimizer. An emulated slow
-rank: the first rank has a core of its own without bf16 units, the others have shares of the second core. Also
-told: how far the halves of the measured turns are apart, below which no prediction can be told from another.
+precisions and a few float32 steps of all ranks, before any of them runs; then they take turns under torch's DDP,
+without optimizer. An emulated slow rank: the first rank has a core of its own without bf16 units, the others have
+shares of the second core. Also told: how far the halves of the measured turns are apart, below which no prediction can
+be told from another.
 """
 
 import sys
@@ -38,7 +39,7 @@ COMMAND = "hatch run bench qsync/replay"
 
 
 def run_plans(name, num_plans, turns, tokens):
-    """Predicted seconds of each plan, and its measured ones [turn]."""
+    """Predicted seconds of each plan, and its measured ones [turn]; last of float32, which was measured before."""
     torch.set_num_threads(1)
     world = Group.world()
     job = build_job(name, num_batches=2, tokens=tokens)
@@ -51,6 +52,7 @@ def run_plans(name, num_plans, turns, tokens):
         ]
         for _ in range(num_plans)
     ]
+    plans.append([{} for _ in range(world.world_size)])
     predicted = [predict_s(measured, plan) for plan in plans]
     model = DistributedDataParallel(job.model)
 
@@ -63,7 +65,7 @@ def run_plans(name, num_plans, turns, tokens):
         return step
 
     timed = take_turns({str(i): bind(plan) for i, plan in enumerate(plans)}, turns)
-    return predicted, [[max(turn) for turn in timed[str(i)]] for i in range(num_plans)]
+    return predicted, [[max(turn) for turn in timed[str(i)]] for i in range(len(plans))]
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
@@ -75,6 +77,8 @@ def bench_replay(benchmark, record_claim, name, num_ranks):
         predicted, measured = benchmark.pedantic(
             lambda: pool.run(run_plans, name, NUM_PLANS, TURNS, TOKENS).results[0], rounds=1
         )
+    *predicted, float32_s = predicted
+    *measured, float32 = measured
     steps = [median(turns) for turns in measured]
     errors = [abs(p / m - 1) for p, m in zip(predicted, steps, strict=True)]
     halves = [abs(median(turns[::2]) / median(turns[1::2]) - 1) for turns in measured]
@@ -84,7 +88,8 @@ def bench_replay(benchmark, record_claim, name, num_ranks):
         f"{NUM_PLANS} plans, {TURNS} turns of {TOKENS} tokens a rank; steps {min(steps):.3f} to {max(steps):.3f} s; "
         f"predicted over measured {min(p / m for p, m in zip(predicted, steps, strict=True)):.3f} to "
         f"{max(p / m for p, m in zip(predicted, steps, strict=True)):.3f}; halves of the turns "
-        f"{mean(halves):.1%} apart in the mean, {max(halves):.1%} at most; slow ranks emulated"
+        f"{mean(halves):.1%} apart in the mean, {max(halves):.1%} at most; float32, which the prediction is fitted to, "
+        f"{float32_s / median(float32):.3f}; slow ranks emulated"
     )
     where = f"{name}, {num_ranks} ranks"
     for title, ours, baseline, baseline_name, aim in (

@@ -65,7 +65,7 @@ def find_least_noise(survey, plan):
         precisions=PRECISIONS,
         kernel_s=lambda op, p: costs.kernel_s(op, p) + costs.backward_kernel_s(op, p),
         cast_s=costs.cast_s,
-        limit_s=(plan.ranks[1].compute_s - costs.begin_s) * (1 + 1e-6),
+        limit_s=(plan.ranks[1].compute_s - costs.rest_s) * (1 + 1e-6),
     ).noise
 
 
@@ -85,7 +85,7 @@ def record_uniform(record_claim, steps, plan, least, told, command, row, fastest
             baseline=median(steps[fastest]),
             baseline_name=f"the faster one: {fastest}",
             higher_is_better=False,
-            correct=True,
+            correct=bool(plan.ranks[1].lowered),
             detail=told,
             source=f"{command} -k {row}",
         ),

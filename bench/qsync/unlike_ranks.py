@@ -1,7 +1,7 @@
 """Ranks of unlike speed: what is predicted of them, and steps of several ways in turns."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -63,7 +63,7 @@ def predict_s(survey: Survey, precisions: Sequence[Mapping[str, str]]) -> float:
             mapper.set(name, precision)
         seconds.append(
             RankSeconds(
-                forward_s=mapper.forward_s, backward_s=mapper.backward_s, begin_s=costs.begin_s
+                forward_s=mapper.forward_s, backward_s=mapper.backward_s, rest_s=costs.rest_s
             )
         )
     return StepReplay(survey.graph, survey.buckets, len(seconds)).run(seconds).step_s
@@ -76,7 +76,10 @@ def lower(model: torch.nn.Module, precisions: Mapping[str, str]) -> None:
 
 
 def take_turns(
-    ways: Mapping[str, Callable[[int], None]], turns: int, warm: int = 1
+    ways: Mapping[str, Callable[[int], None]],
+    turns: int,
+    warm: int = 1,
+    rare: Collection[str] = (),
 ) -> dict[str, list[list[float]]]:
     """Steps of several ways, one after the other, beginning with another one each turn.
 
@@ -84,6 +87,7 @@ def take_turns(
         ways: run a step, given the turn's number.
         turns: measured ones.
         warm: turns before them.
+        rare: ways that step in every third turn only.
 
     Returns:
         Seconds [turn][rank] of each way, from a barrier on.
@@ -93,6 +97,8 @@ def take_turns(
     for turn in range(turns + warm):
         first = turn % len(names)
         for name in names[first:] + names[:first]:
+            if name in rare and turn % 3:
+                continue
             barrier(group)
             began = time.perf_counter()
             ways[name](turn)

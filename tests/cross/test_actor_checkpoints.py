@@ -27,6 +27,7 @@ def step(actor, number):
     return actor.update(batch).result()
 
 
+@pytest.mark.slow
 def test_an_actor_goes_on_in_another_layout_from_bytecheckpoints_files(tmp_path):
     storage = {"storage_writer": DCPWriter, "storage_reader": DCPReader}
     checkpoint = hy.Checkpoint(tmp_path, **storage)

@@ -81,7 +81,8 @@ def test_a_claim_is_correct_only_if_its_check_holds(change, wrong):
 def test_a_rank_that_lowers_nothing_must_have_no_error():
     float32 = replace(PLAN, ranks=PLAN.ranks[:1] * 2)
     last = replace(record(0.8, 0.8, 0.7), plan=float32, noise=0.0)
-    assert demo.judge([last, last], "slow")[4].correct
+    claims = demo.judge([last, last], "slow")
+    assert [claim.correct for claim in claims] == [True] * 4
     assert not demo.judge([last, replace(last, noise=1e-12)], "slow")[4].correct
 
 

@@ -1,6 +1,6 @@
 import pytest
 
-from qsync.simulator import build_bert, format_simulation, simulate
+from qsync.simulator import SimulatedPlan, build_bert, format_simulation, simulate
 from shared.errors import ConfigError
 from shared.topology import Link
 from shared.topology.device import T4, V100_32
@@ -39,8 +39,18 @@ def test_equal_devices_keep_float32():
 
 
 def test_a_table_says_that_it_is_simulated():
-    text = format_simulation(simulate((V100_32, T4)))
-    assert text.startswith("Simulated from data sheets; nothing here was measured.")
-    assert text.count("\n| ") == 6
+    rows = [
+        SimulatedPlan("T4 in fp32", 0.5, 0.25, 0, 0.0),
+        SimulatedPlan("planned", 0.3, 0.0, 9, 1e-4),
+    ]
+    lines = format_simulation(rows).splitlines()
+    assert lines[0] == "Simulated from data sheets; nothing here was measured."
+    assert lines[-2:] == [
+        "| T4 in fp32 | 500 ms | 25% | 0 | 0 |",
+        "| planned | 300 ms | 0% | 9 | 0.0001 |",
+    ]
+
+
+def test_no_device_is_refused():
     with pytest.raises(ConfigError, match="devices: expected one for each rank"):
         simulate(())

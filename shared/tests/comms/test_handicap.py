@@ -42,6 +42,7 @@ def is_imported(name):
     return name in sys.modules
 
 
+@pytest.mark.slow
 def test_modules_are_imported_once_for_all_ranks(monkeypatch):
     monkeypatch.setenv("OF_THIS_TEST", "colorsys")
     with RankPool(1, modules=["colorsys"]) as pool:

@@ -1,3 +1,6 @@
+import os
+import subprocess
+import sys
 from itertools import product
 
 import pytest
@@ -219,3 +222,26 @@ def test_mistakes_are_named():
         quantize_rows(torch.ones(1, 1), torch.uint8)
     with pytest.raises(ConfigError, match="'row' or 'tensor', got 'column'"):
         quantize_rows(torch.ones(1, 1), torch.int8, scales="column")
+
+
+_ON_OLD_PROCESSOR = """
+import torch
+from shared.kernels.scaled_matmul import ScaledRows, scaled_matmul
+
+torch.manual_seed(0)
+a, b = (torch.randint(-127, 128, (33, 70), dtype=torch.int8) for _ in range(2))
+ones = torch.ones(33)
+out = scaled_matmul(ScaledRows(a, ones), ScaledRows(b, ones))
+assert torch.equal(out, (a.long() @ b.long().t()).float())
+"""
+
+
+def test_int8_sums_do_not_saturate_on_processors_without_vnni():
+    done = subprocess.run(
+        [sys.executable, "-c", _ON_OLD_PROCESSOR],
+        env=os.environ | {"ONEDNN_MAX_CPU_ISA": "AVX2"},
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr

@@ -202,7 +202,8 @@ def test_the_next_row_starts_in_the_same_directory(tmp_path, monkeypatch):
             "assert sample['file'] == os.fstat(2).st_ino",
         ),
         ("signal.setitimer(signal.ITIMER_REAL, 0.02)", "time.sleep(0.1)"),
-        ("signal.setitimer(signal.ITIMER_PROF, 0.01)", "sum(range(2000000))"),
+        # Long enough not to end the process before the call ends, whatever else takes its time.
+        ("signal.setitimer(signal.ITIMER_PROF, 0.3)", "sum(range(60_000_000))"),
         ("builtins.len = None", "len('')"),
         ("os.getpid = None", "os.getpid()"),
     ],
@@ -279,6 +280,28 @@ def test_a_programs_own_timer_goes_on_ringing_while_calls_are_shorter():
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
     assert len(rings) > 3
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_thread_of_a_call_may_have_the_number_of_one_that_has_ended():
+    may_end, numbers = threading.Event(), []
+
+    def leave():
+        numbers.append(threading.get_ident())
+        os._exit(3)
+
+    outsider = threading.Thread(target=may_end.wait)
+    outsider.start()
+    ended = outsider.ident
+    with Containment(3) as containment:
+        may_end.set()
+        outsider.join()
+        with containment.call():
+            for _ in range(100):
+                thread = threading.Thread(target=leave)
+                thread.start()
+                thread.join()
+    assert ended in numbers
 
 
 def test_exits_are_errors_in_a_forked_program_too():

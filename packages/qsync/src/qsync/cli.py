@@ -226,13 +226,10 @@ class ReplayTraces(_TraceOptions):
 
         change = JobChange(
             link_speed=self.link_speed,
-            rank_speed={
-                int(rank): speed
-                for rank, speed in _read_factors("rank_speed", self.rank_speed, r"\d+")
-            },
+            rank_speed={int(r): f for r, f in _read_factors("rank_speed", self.rank_speed, r"\d+")},
             operator_speed={
-                (None, name): speed
-                for name, speed in _read_factors("operator_speed", self.operator_speed, r".+")
+                (None, name): factor
+                for name, factor in _read_factors("operator_speed", self.operator_speed, r".+")
             },
             gradient_share=self.gradient_share,
             bucket_bytes=None if self.bucket is None else parse_bytes(self.bucket),

@@ -112,7 +112,7 @@ def simulate(
     return [
         *(
             _run_uniformly(graph, ranks, buckets, slow, precision, noise)
-            for precision in [HIGHEST, *precisions[1:]]
+            for precision in precisions
         ),
         SimulatedPlan(
             name="planned",

@@ -61,6 +61,11 @@ def test_the_largest_of_about_equal_buckets_is_advised(tmp_path):
     assert first.change.bucket_bytes == 2 * MiB
 
 
+def test_other_sizes_of_a_single_bucket_are_no_advice(tmp_path):
+    small = SLOW_LINK | {"gradient_bytes": (4000,) * 10, "rate_bytes_per_s": 1e6, "noise": 0.1}
+    assert advise(diagnosed(tmp_path, **small), strategies=["buckets"]) == []
+
+
 def test_another_global_batch_is_advised_last_and_says_so(tmp_path):
     # A link so slow that half of the all-reduces gain more than any size of buckets.
     diagnosis = diagnosed(tmp_path, **SLOW_LINK | {"rate_bytes_per_s": 15e6})

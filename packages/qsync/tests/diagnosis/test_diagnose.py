@@ -142,6 +142,42 @@ def test_time_between_the_marks_of_steps_counts(tmp_path):
     assert diagnose(paths).replayed_step_s == pytest.approx(planted.step_s, rel=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("sums", "operators", "waiting"),
+    [
+        # Rank 1 notes one end late, long after its operators went on.
+        ([(1.0, 2.0, 2.6)], {"a": (0.0, 1.0), "b": (2.001, 2.5), "c": (2.5, 2.9)}, ["b"]),
+        # It waits for the first of two, and then goes on waiting for the second.
+        (
+            [(0.9, 2.0, 2.0), (0.9, 2.2, 2.2)],
+            {"a": (0.0, 1.0), "b": (2.001, 2.002), "c": (2.201, 2.9)},
+            ["b", "c"],
+        ),
+        # It computes while they run: what follows the last end waits for it, nothing before.
+        ([(0.1, 0.95, 0.95)], {"a": (0.0, 0.9), "b": (0.9, 1.0), "c": (1.0, 2.9)}, ["c"]),
+    ],
+)
+def test_operators_wait_where_the_rank_was_blocked(tmp_path, sums, operators, waiting):
+    by_rank = []
+    for rank in (0, 1):
+        events = []
+        for step in range(3):
+            t = 3.0 * step
+            events.append(event(f"ProfilerStep#{step}", t, t + 3.0))
+            events += [
+                event(name, t + start_s, t + end_s, "cpu_op")
+                for name, (start_s, end_s) in operators.items()
+            ]
+            # In other steps ends are noted at once, which tells the clocks.
+            events += [
+                event("gloo:all_reduce", t + start_s, t + (late_s if rank and not step else end_s))
+                for start_s, end_s, late_s in sums
+            ]
+        by_rank.append(events)
+    lane = diagnose(write(tmp_path, by_rank)).job.lanes[1]
+    assert [piece.name for piece in lane if piece.behind and piece.step == 0] == waiting
+
+
 # Faults
 
 

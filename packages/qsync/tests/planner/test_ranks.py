@@ -60,7 +60,7 @@ def replay_plan(plan, ranks):
             mapper.set(name, plan.precision(name, rank))
         seconds.append(
             RankSeconds(
-                forward_s=mapper.forward_s, backward_s=mapper.backward_s, begin_s=each.begin_s
+                forward_s=mapper.forward_s, backward_s=mapper.backward_s, rest_s=each.rest_s
             )
         )
     return StepReplay(graph, buckets, len(ranks)).run(seconds)

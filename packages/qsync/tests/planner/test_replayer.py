@@ -54,18 +54,15 @@ def test_unlike_or_invalid_buckets_are_refused(ready, transfer, message):
 
 def test_step_of_two_ranks_by_hand():
     replay = StepReplay(chain(2), GradientBuckets(ops=[["fc1"], ["fc0"]], transfer_s=[2.0, 1.0]), 2)
-    fast = RankSeconds(forward_s=[1.0, 1.0], backward_s=[2.0, 2.0], begin_s=0.5)
-    slow = RankSeconds(forward_s=[2.0, 2.0], backward_s=[3.0, 3.0], begin_s=0.0)
+    fast = RankSeconds(forward_s=[1.0, 1.0], backward_s=[2.0, 2.0], rest_s=0.5)
+    slow = RankSeconds(forward_s=[2.0, 2.0], backward_s=[3.0, 3.0], rest_s=0.0)
     step = replay.run([fast, slow])
     # The slow rank fills its buckets at 7 and 10: all-reduces end at 9 and 11.
     assert step.timeline.span_s(("all-reduce", 0)) == (7.0, 9.0)
     assert step.step_s == 11.0
     assert step.idle_s == (11.0 - 6.5, 1.0)
-    # Alone the fast rank's all-reduces would end at 6.5 and 7.5.
-    assert step.wait_s == (3.5, 0.0)
-    assert step.slowest_rank == 1
     names = [each.name for each in step.timeline.critical_path]
-    assert names[0] == ("begin", 1)
+    assert names[0] == ("rest", 1)
     assert names[-2:] == [("backward", "fc0", 1), ("all-reduce", 1)]
 
 
@@ -80,7 +77,7 @@ def test_fast_form_equals_the_replay_to_the_bit(data, num_ops, num_ranks):
     times = st.lists(SECONDS, min_size=num_ops, max_size=num_ops)
     ranks = [
         RankSeconds(
-            forward_s=data.draw(times), backward_s=data.draw(times), begin_s=data.draw(SECONDS)
+            forward_s=data.draw(times), backward_s=data.draw(times), rest_s=data.draw(SECONDS)
         )
         for _ in range(num_ranks)
     ]
@@ -88,16 +85,15 @@ def test_fast_form_equals_the_replay_to_the_bit(data, num_ops, num_ranks):
     ready = [replay.ready_s(rank) for rank in ranks]
     assert replay.step_s(ready) == step.step_s
     assert [float(each[-1]) for each in ready] == [rank.compute_s for rank in ranks]
-    assert min(step.wait_s) >= 0
     for k, end in enumerate(bucket_ends([each[:-1] for each in ready], replay.buckets.transfer_s)):
         assert step.timeline.span_s(("all-reduce", k))[1] == end
 
 
 def test_one_rank_computes_without_waiting():
     replay = StepReplay(chain(3), GradientBuckets())
-    rank = RankSeconds(forward_s=[1.0, 2.0, 3.0], backward_s=[1.0, 1.0, 1.0], begin_s=0.5)
+    rank = RankSeconds(forward_s=[1.0, 2.0, 3.0], backward_s=[1.0, 1.0, 1.0], rest_s=0.5)
     step = replay.run([rank])
-    assert (step.step_s, step.idle_s, step.wait_s) == (9.5, (0.0,), (0.0,))
+    assert (step.step_s, step.idle_s) == (9.5, (0.0,))
 
 
 def test_bucket_is_filled_by_the_operator_that_runs_first_forward():

@@ -48,6 +48,13 @@ def measured(monkeypatch):
     return factors
 
 
+def test_a_model_in_half_is_refused_before_it_is_measured():
+    model, batches = _build()
+    model[3].bfloat16()
+    with pytest.raises(ConfigError, match=r"expected float32 weights.*bfloat16 in '3'"):
+        qsync.plan(model, batches, _mean_square)
+
+
 def test_one_rank_takes_the_fastest_step_and_explains_it(measured):
     model, batches = _build()
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -56,6 +63,7 @@ def test_one_rank_takes_the_fastest_step_and_explains_it(measured):
     assert (plan.step_s, plan.float32_s) == (1.0, 4.0)
     assert plan.noise > 0
     assert "2 of 2 operators are lowered: 2 in int8" in plan.explain()
+    assert "idle" not in plan.explain(), "there is nobody to wait for"
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
     qsync.apply(model, plan)

@@ -465,7 +465,8 @@ def test_a_disk_that_takes_a_part_and_no_more_leaves_whole_records(opened, monke
         fill(writer, range(1, 2))
         writer.flush()
     assert len(calls) > 1
-    assert file_of(tmp_path).stat().st_size == size
+    # The first flush may have ended this gathering too: one message is then written by itself.
+    assert file_of(tmp_path).stat().st_size - size in (0, records.RECORD_BYTES + 80)
     assert "MemoryError" in writer.find_gap(Kind.ACTIVATION, 1, 2, NUM)
     writer.close()
     assert verify_logs(tmp_path)[0].damage == []

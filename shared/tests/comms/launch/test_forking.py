@@ -286,6 +286,7 @@ os.fork = refused
 """
 
 
+@pytest.mark.slow
 def test_a_template_runs_any_entry_point_and_outlives_a_fork_that_the_system_refuses(tmp_path):
     (tmp_path / "meshyard_scarce.py").write_text(SCARCE)
     (tmp_path / "meshyard_entry.py").write_text(

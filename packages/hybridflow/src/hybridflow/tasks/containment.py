@@ -199,7 +199,8 @@ _blocks: list[contextlib.ExitStack] = []
 _changed: list[str] = []
 _undone: list[_Undone] = []  # one, if there are blocks
 _callers: set[int] = set()  # threads in a call
-_outsiders: set[int | None] = set()  # threads that no call has started
+# Threads that no call has started. Not their numbers: a new thread takes that of one that has ended.
+_outsiders: set[threading.Thread] = set()
 
 
 def _enter(seed: int) -> None:
@@ -210,7 +211,7 @@ def _enter(seed: int) -> None:
             _undone[:] = [_Undone()]
             stack.callback(_undone[0].close)
             _outsiders.clear()
-            _outsiders.update(thread.ident for thread in threading.enumerate())
+            _outsiders.update(threading.enumerate())
             for part in (_restored(_changed), _open_streams(), _seeded(seed)):
                 stack.enter_context(part)
         _blocks.append(stack.pop_all())
@@ -360,8 +361,9 @@ def _install_exits() -> None:
 
 def _stand_in(name: str) -> Callable[..., Any]:
     def end(*arguments: Any) -> Any:
-        thread = threading.get_ident()
-        is_of_a_call = thread in _callers or (bool(_callers) and thread not in _outsiders)
+        is_of_a_call = threading.get_ident() in _callers or (
+            bool(_callers) and threading.current_thread() not in _outsiders
+        )
         if is_of_a_call and _getpid() == _undone[0].pid:
             raise SystemExit(f"os.{name}{arguments}")
         return _exits[name](*arguments)

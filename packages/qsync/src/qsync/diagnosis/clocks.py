@@ -9,7 +9,7 @@ and Sen, and a slope that the scatter explains, or that no clock has, counts as 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float
@@ -27,8 +27,7 @@ _SIGNIFICANT = 4.0
 _MAX_DRIFT = 1e-3
 
 
-@dataclass(frozen=True, kw_only=True)
-class RankClock:
+class RankClock(NamedTuple):
     """A rank's clock against rank 0's.
 
     Attributes:
@@ -61,7 +60,7 @@ def fit_clocks(
         ahead = ends - ends_s[0]
         drift = _fit_drift(x, ahead)
         offset_s = _fit_offset(ahead - drift * x)
-        clocks.append(RankClock(offset_s=offset_s, drift=drift, origin_s=origin_s))
+        clocks.append(RankClock(offset_s, drift, origin_s))
     return clocks
 
 

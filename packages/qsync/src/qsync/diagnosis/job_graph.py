@@ -12,6 +12,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -137,21 +138,16 @@ def _find_waits(
 ) -> list[LanePiece]:
     """Sets what pieces wait for, and takes the waiting out of their gaps."""
     starts_s = [piece.start_s for piece in pieces]
-    # Threads note an end late, never early: where all ranks end together, the first one is true.
-    ends_s = [
-        max(min(c.end_s) if c.kind in COMMON_END else c.end_s[rank], c.transfer[0])
-        for c in collectives
-    ]
     last: dict[int, int] = {}
-    for i in sorted(range(len(ends_s)), key=ends_s.__getitem__):
+    for i in sorted(range(len(collectives)), key=lambda i: collectives[i].end_s[rank]):
         last[collectives[i].step] = i
     behind: dict[int, list[int]] = {}
-    for i, collective in enumerate(collectives):
-        position = _find_waiting(pieces, starts_s, collective.transfer[0], ends_s[i])
-        if position is None:
-            continue
-        blocked_s = _blocked_s(pieces[position], ends_s[i])
-        if blocked_s >= _BLOCKED_S or last[collective.step] == i:
+    for i, c in enumerate(collectives):
+        # Threads note an end late, never early: where all ranks end together, another's may be truer.
+        ends_s = c.end_s[rank], min(c.end_s) if c.kind in COMMON_END else c.end_s[rank]
+        tries = [_find_waiting(pieces, starts_s, c.transfer[0], end_s) for end_s in ends_s]
+        position, is_blocked = max(tries, key=itemgetter(1))
+        if position < len(pieces) and (is_blocked or last[c.step] == i):
             behind.setdefault(position, []).append(i)
     for position, waited in behind.items():
         piece = pieces[position]
@@ -161,24 +157,27 @@ def _find_waits(
 
 
 def _find_waiting(
-    pieces: Sequence[LanePiece], starts_s: Sequence[float], begin_s: float, end_s: float
-) -> int | None:
-    """Position of the piece that begins when a transfer ends; None if none does."""
+    pieces: Sequence[LanePiece], starts_s: Sequence[float], begin_s: float, noted_s: float
+) -> tuple[int, bool]:
+    """Position of the piece that begins when a transfer has ended, and whether the rank was blocked."""
+    end_s = max(noted_s, begin_s)
+
+    def blocked_s(position: int) -> float:
+        """Seconds of the gap before a piece until the noted end."""
+        if position == len(pieces):
+            return 0.0
+        return min(starts_s[position], end_s) - starts_s[position] + pieces[position].gap_s
+
     position = after = bisect_right(starts_s, end_s)
     late_s = max(_LATE_END_S, _LATE_SHARE * (end_s - begin_s))
     first = bisect_right(starts_s, max(end_s - late_s, begin_s))
-    for earlier in range(min(after, len(pieces)) - 1, first - 1, -1):
-        piece = pieces[earlier]
-        late_s = end_s - piece.start_s
-        is_waiting = position < len(pieces) and _blocked_s(pieces[position], end_s) >= late_s
-        if late_s <= max(_LATE_END_S, _LATE_SHARE * piece.gap_s) and not is_waiting:
+    for earlier in range(after - 1, first - 1, -1):
+        late_s = end_s - starts_s[earlier]
+        is_near = late_s <= max(_LATE_END_S, _LATE_SHARE * pieces[earlier].gap_s)
+        # Whoever waits for most of the time after this piece waits further on.
+        if is_near and blocked_s(position) < late_s / 2:
             position = earlier
-    return position if position < len(pieces) else None
-
-
-def _blocked_s(piece: LanePiece, end_s: float) -> float:
-    """Seconds until `end_s` of the gap before a piece."""
-    return min(piece.start_s, end_s) - piece.start_s + piece.gap_s
+    return position, blocked_s(position) >= _BLOCKED_S
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -85,9 +85,13 @@ def resize_buckets(state: AdviceState) -> Iterator[Proposal]:
     for size in _BUCKETS_MIB:
         change = replace(state.change, bucket_bytes=size * MiB)
         try:
-            options.append((size, change, state.diagnosis.job.predict(change)))
+            forecast = state.diagnosis.job.predict(change)
         except DataError:  # The trace has no sizes.
             return
+        if len(forecast.graph.exchanges) != len(state.diagnosis.collectives):
+            options.append((size, change, forecast))
+    if not options:
+        return
     least_s = min(forecast.step_s for _, _, forecast in options)
     size, change, forecast = next(
         option for option in reversed(options) if option[2].step_s <= _ABOUT * least_s

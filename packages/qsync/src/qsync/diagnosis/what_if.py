@@ -133,24 +133,24 @@ class TracedJob:
 
     @cached_property
     def link(self) -> Link:
-        """The links' latency and rate, fitted to the medians of all-reduces of equal size.
+        """The links' latency and rate, fitted to the means of all-reduces of equal size.
 
         One size tells no latency: it counts as rate. Without sizes nothing is told of the links.
         """
-        medians = self._medians_s
-        if len(medians) > 1:
-            return fit_link(list(medians.items()), is_quiet=True).link
-        size, seconds = next(iter(medians.items()), (1, 0.0))
+        means = self._means_s
+        if len(means) > 1:
+            return fit_link(list(means.items()), is_quiet=True).link
+        size, seconds = next(iter(means.items()), (1, 0.0))
         return Link(alpha_s=0.0, beta_s_per_byte=seconds / size)
 
     @cached_property
-    def _medians_s(self) -> dict[int, float]:
-        """Median seconds of all-reduces by their bytes."""
+    def _means_s(self) -> dict[int, float]:
+        """Mean seconds of all-reduces by their bytes."""
         seconds: dict[int, list[float]] = defaultdict(list)
         for exchange in self.exchanges:
             if exchange.kind == "allreduce" and exchange.num_bytes:
                 seconds[exchange.num_bytes].append(exchange.seconds)
-        return {size: float(np.median(times)) for size, times in seconds.items()}
+        return {size: float(np.mean(times)) for size, times in seconds.items()}
 
     def predict(self, change: JobChange | None = None) -> JobForecast:
         """Replays the job under a change.
@@ -175,7 +175,7 @@ class TracedJob:
             step_s = ((change.accumulation - 1) * free_s + step_s) / change.accumulation
         needs_link = change.bucket_bytes or change.link_speed != 1 or change.gradient_share != 1
         note = ""
-        if needs_link and len(self._medians_s) == 1:
+        if needs_link and len(self._means_s) == 1:
             note = "all all-reduces have one size, so that the link's latency counts as rate"
         return JobForecast(step_s=float(step_s), timeline=timeline, graph=graph, note=note)
 

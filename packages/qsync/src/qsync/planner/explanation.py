@@ -76,4 +76,5 @@ def _describe_rank(name: str, entry: Any, num_operators: int) -> list[str]:
 def _idle(entry: Any) -> str:
     if entry.compute_s is None or entry.idle_s is None:
         return ""
-    return f"; it computes for {format_s(entry.compute_s)} and is idle for {format_s(entry.idle_s)}"
+    idle = f" and is idle for {format_s(entry.idle_s)}" if entry.idle_s > 0 else ""
+    return f"; it computes for {format_s(entry.compute_s)}{idle}"

@@ -36,7 +36,7 @@ class RankCosts:
 
     Attributes:
         kernel_s, backward_kernel_s, cast_s: as of `CostMapper`.
-        begin_s: seconds of a step before the forward pass: optimizer and data.
+        rest_s: seconds of a step beside its operators.
         device: what the rank computes on, in words.
         other_bytes: memory of a step that precision does not change.
         limit_bytes: memory of the device.
@@ -45,7 +45,7 @@ class RankCosts:
     kernel_s: Callable[[Op, str], float]
     backward_kernel_s: Callable[[Op, str], float]
     cast_s: Callable[[str, str, int], float]
-    begin_s: float = 0.0
+    rest_s: float = 0.0
     device: str = ""
     other_bytes: float = 0
     limit_bytes: float = inf
@@ -70,7 +70,7 @@ class _RankState:
         return RankSeconds(
             forward_s=self.mapper.forward_s,
             backward_s=self.mapper.backward_s,
-            begin_s=self.costs.begin_s,
+            rest_s=self.costs.rest_s,
         )
 
     def choose(self, precisions: Sequence[str]) -> None:

@@ -1,10 +1,9 @@
-"""One training step of all ranks under DDP: computing, gradient buckets, waiting, critical path.
+"""One training step of all ranks under DDP: computing, gradient buckets, critical path.
 
 After the replayer of QSync (arXiv 2407.02327) and the global data-flow graph of dPRO (arXiv
 2205.02473): an all-reduce holds the communication lane of every rank, so it starts when the last
-rank's gradients are ready. A step lasts from the end of one step's last all-reduce to the next one's:
-the optimizer, which follows that all-reduce, begins the step. The gaps between kernels are part of
-the operators' seconds.
+rank's gradients are ready. What a rank does beside its operators begins the step. The gaps between
+kernels are part of the operators' seconds.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ class RankSeconds:
 
     Attributes:
         forward_s, backward_s: by operator, in the order of the forward pass, casts included.
-        begin_s: optimizer, data and whatever else precedes the forward pass.
+        rest_s: whatever the rank does beside its operators.
     """
 
     forward_s: Sequence[float] | np.ndarray
     backward_s: Sequence[float] | np.ndarray
-    begin_s: float = 0.0
+    rest_s: float = 0.0
 
     @property
     def compute_s(self) -> float:
@@ -69,19 +68,12 @@ class ReplayedStep:
     Attributes:
         step_s: seconds of the step, equal on all ranks.
         idle_s: by rank, seconds in which it computes nothing.
-        wait_s: by rank, seconds for which all-reduces were delayed by other ranks' gradients.
         timeline: all operations; its queues are "rank 0 compute", "rank 0 all-reduce" and so on.
     """
 
     step_s: float
     idle_s: tuple[float, ...]
-    wait_s: tuple[float, ...]
     timeline: Timeline
-
-    @property
-    def slowest_rank(self) -> int:
-        """The rank that waits least for the others."""
-        return int(np.argmin(self.wait_s))
 
 
 def bucket_ends(
@@ -144,7 +136,7 @@ class StepReplay:
         for rank in range(num_ranks):
             lane = f"rank {rank} compute"
             operations += [
-                Operation(("begin", rank), lane, 0.0),
+                Operation(("rest", rank), lane, 0.0),
                 *(Operation(("forward", name, rank), lane, 0.0) for name in names),
                 *(Operation(("backward", name, rank), lane, 0.0) for name in reversed(names)),
             ]
@@ -170,11 +162,9 @@ class StepReplay:
             )
         durations = np.concatenate([*map(_list_seconds, ranks), self.buckets.transfer_s])
         timeline = self._replay.run(durations)
-        ready = [self.ready_s(rank) for rank in ranks]
         return ReplayedStep(
             step_s=timeline.makespan_s,
             idle_s=tuple(max(timeline.makespan_s - rank.compute_s, 0.0) for rank in ranks),
-            wait_s=tuple(self._wait_s(ready, r) for r in range(self.num_ranks)),
             timeline=timeline,
         )
 
@@ -195,15 +185,7 @@ class StepReplay:
         ends_s = bucket_ends(ready[:, :-1], self.buckets.transfer_s)
         return max([float(ready[:, -1].max()), *ends_s[-1:]])
 
-    def _wait_s(self, ready_s: Sequence[np.ndarray], rank: int) -> float:
-        """How much sooner the last all-reduce would end if the others were as early as this rank."""
-        if not self._firsts:
-            return 0.0
-        transfer_s = self.buckets.transfer_s
-        last_s = bucket_ends([ready[:-1] for ready in ready_s], transfer_s)[-1]
-        return last_s - bucket_ends([ready_s[rank][:-1]], transfer_s)[-1]
-
 
 def _list_seconds(rank: RankSeconds) -> np.ndarray:
     """Seconds of a rank's operations in the order in which they run."""
-    return np.concatenate([[rank.begin_s], rank.forward_s, np.flip(rank.backward_s)])
+    return np.concatenate([[rank.rest_s], rank.forward_s, np.flip(rank.backward_s)])

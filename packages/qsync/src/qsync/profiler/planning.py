@@ -20,6 +20,8 @@ from qsync.profiler.gradients import LossFunction
 from qsync.profiler.indicator import NUM_BATCHES, OperatorNoise, sensitivity
 from qsync.profiler.profile import RankProfile, profile_model
 from qsync.profiler.transfers import measure_buckets, time_summed_steps
+from qsync.runtime.apply import check_weights
+from qsync.runtime.modules import list_operators
 from shared.comms import Group, all_gather_v
 from shared.errors import ConfigError, DataError
 from shared.units import parse_bytes
@@ -56,8 +58,8 @@ def plan(
         The plan, the same on all ranks.
 
     Raises:
-        ConfigError: a precision is unknown, the target or the memory is invalid, or a model, loss or
-            rank differs from what is expected. All ranks raise if one does.
+        ConfigError: a precision is unknown, the target or the memory is invalid, weights are not
+            float32, or a model, loss or rank differs from what is expected. All ranks raise if one does.
         DataError: there is no batch, or a gradient is zero or not finite.
     """
     names = sort_precisions(precisions)
@@ -142,6 +144,7 @@ def survey(
     def measure() -> tuple[dict[str, str], RankProfile]:
         if not samples:
             raise DataError("batches: expected at least one, got none")
+        check_weights(list_operators(model))
         operators = describe_operators(model)
         profile = profile_model(model, samples, loss_fn, precisions=names)
         if limit_bytes is not None:
@@ -159,11 +162,12 @@ def survey(
     if len(profiles) > 1:
         graph = profiles[0].graph
         buckets = measure_buckets(model, [graph.ops[i].name for i in graph.linears])
-        replayed = StepReplay(graph, buckets, len(profiles)).run(
-            [each.float32 for each in profiles]
-        )
-        rest_s = max(time_summed_steps(model, samples, loss_fn) - replayed.step_s, 0.0)
-        profiles = [replace(each, rest_s=rest_s) for each in profiles]
+        replay = StepReplay(graph, buckets, len(profiles))
+        replayed_s = replay.run([each.float32 for each in profiles]).step_s
+        rest_s = max(time_summed_steps(model, samples, loss_fn) - replayed_s, 0.0)
+        # It is the slowest rank's; a faster one copies gradients as much faster as it computes.
+        slowest_s = max(each.step_s for each in profiles)
+        profiles = [replace(each, rest_s=rest_s * each.step_s / slowest_s) for each in profiles]
     return Survey(
         precisions=tuple(names),
         operators=measured[0][0],

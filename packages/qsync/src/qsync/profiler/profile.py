@@ -44,8 +44,8 @@ class RankProfile:
         saved: what a float32 step keeps for its backward pass.
         parameter_bytes: parameters, gradients and optimizer state.
         limit_bytes: memory of the device; infinite if unknown.
-        rest_s: seconds by which a measured step of all ranks exceeds its replay, as copies of
-            gradients into buckets do, and all-reduces that compete with computing.
+        rest_s: seconds that sums of gradients take from computing, as copies into buckets and
+            all-reduces on the same core do; 0 where one rank trains alone.
         notes: what a reader must know of how this was obtained.
     """
 
@@ -98,7 +98,7 @@ class RankProfile:
             kernel_s=lambda op, precision: _look_up(forward_s, op, precision),
             backward_kernel_s=lambda op, precision: _look_up(backward_s, op, precision),
             cast_s=self._cast_s,
-            begin_s=self.rest_s,
+            rest_s=self.rest_s,
             device=self.device,
             other_bytes=self.parameter_bytes,
             limit_bytes=self.limit_bytes,

@@ -1,6 +1,6 @@
 """Lowers a model's operators to the precisions of a plan."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -11,7 +11,7 @@ from qsync.runtime.modules import list_operators, set_precision
 from shared.comms.group import Group
 from shared.errors import ConfigError
 
-__all__ = ["PrecisionPlan", "apply", "find_plan"]
+__all__ = ["PrecisionPlan", "apply", "check_weights", "find_plan"]
 
 # A plan stays with its model when that is copied or pickled.
 _PLAN = "_qsync_plan"
@@ -61,17 +61,26 @@ def apply(model: nn.Module, plan: PrecisionPlan) -> nn.Module:
         )
     operators = list_operators(model)
     precisions = {name: plan.precision(name, rank) for name in operators}
-    for name, precision in precisions.items():
-        weight = getattr(operators[name], "weight", None)
-        if precision != HIGHEST and weight is not None and weight.dtype != torch.float32:
-            raise ConfigError(
-                f"expected float32 weights, of which lower precisions are made, got {weight.dtype} in "
-                f"{name!r}; convert the model by `.float()`"
-            )
+    check_weights({name: operators[name] for name, each in precisions.items() if each != HIGHEST})
     for name, precision in precisions.items():
         set_precision(operators[name], precision)
     vars(model)[_PLAN] = plan
     return model
+
+
+def check_weights(operators: Mapping[str, nn.Module]) -> None:
+    """Refuses operators that cannot be lowered, since their weights are not float32.
+
+    Raises:
+        ConfigError: with the operator's name.
+    """
+    for name, module in operators.items():
+        weight = getattr(module, "weight", None)
+        if weight is not None and weight.dtype != torch.float32:
+            raise ConfigError(
+                f"expected float32 weights, of which lower precisions are made, got {weight.dtype} in "
+                f"{name!r}; convert the model by `.float()`"
+            )
 
 
 def find_plan(model: nn.Module) -> Any:

@@ -1,11 +1,12 @@
 """Codes of rows in numba, which reads a row once from memory; products by oneDNN.
 
-int8 products run on the processor's integer units. No CPU here multiplies fp8: its codes are
+int8 products run on the processor's integer units. Older ones (no VNNI) add pairs of products in 16
+bits, which saturate: there, codes are multiplied in float32. No CPU here multiplies fp8: its codes are
 multiplied as bfloat16, which holds them exactly, so fp8 saves memory and no time.
 """
 
 # ruff: noqa: ANN001, ANN202
-from functools import partial
+from functools import cache, partial
 
 import numpy as np
 import torch
@@ -78,9 +79,18 @@ def scaled_matmul(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, out: Tensor
 ) -> None:
     """Writes a [rows, columns] times b [b_rows, columns] transposed, scaled, plus bias, to `out`."""
-    if a.dtype == torch.int8:
+    if a.dtype == torch.int8 and _adds_exactly():
         sums = torch._int_mm(a, b.t()).to(torch.float32)
+    elif a.dtype == torch.int8:
+        sums = a.to(torch.float32) @ b.to(torch.float32).t()
     else:
         sums = (a.to(torch.bfloat16) @ b.to(torch.bfloat16).t()).to(torch.float32)
     sums.mul_(a_scale[:, None]).mul_(b_scale)
     out.copy_(sums if bias is None else sums.add_(bias))
+
+
+@cache
+def _adds_exactly() -> bool:
+    """Whether oneDNN's int8 products are exact on this processor, as limited by its variables."""
+    codes = torch.full((32, 64), int(reference.INT8_MAX), dtype=torch.int8)
+    return bool((torch._int_mm(codes, codes.t()) == 64 * reference.INT8_MAX**2).all())

@@ -9,6 +9,7 @@ on CPU threads.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable
 from itertools import pairwise
@@ -129,10 +130,7 @@ def _input_bytes(arguments: dict[str, Any]) -> int | None:
 def _count(shape: list[Any]) -> int:
     if shape and isinstance(shape[0], list):
         return sum(map(_count, shape))
-    count = 1
-    for size in shape:
-        count *= int(size)
-    return count
+    return math.prod(map(int, shape))
 
 
 def _memory_sample(event: dict[str, Any], shift_s: float) -> MemorySample:
