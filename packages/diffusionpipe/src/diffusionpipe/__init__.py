@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from diffusionpipe.job.draws import Draw
     from diffusionpipe.job.job import Job
     from diffusionpipe.job.layers import Layer
-    from diffusionpipe.job.preference import preference
     from diffusionpipe.planner.partitioning.bidirectional import partition_bidirectional
     from diffusionpipe.planner.partitioning.partition import partition
     from diffusionpipe.planner.plan import Plan
@@ -46,7 +45,6 @@ __all__ = [
     "partition",
     "partition_bidirectional",
     "plan",
-    "preference",
     "profile",
     "simulate",
     "simulate_bidirectional",
@@ -61,7 +59,6 @@ _HOMES = {
     "job.draws": ("Draw",),
     "job.job": ("Job",),
     "job.layers": ("Layer",),
-    "job.preference": ("preference",),
     "planner.partitioning.bidirectional": ("partition_bidirectional",),
     "planner.partitioning.partition": ("partition",),
     "planner.plan": ("Plan",),

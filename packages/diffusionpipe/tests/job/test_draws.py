@@ -67,7 +67,6 @@ def test_types_and_shapes_follow_a_tensor():
     drawn = dp.Draw(0, 0, range(3)).normal((2,), like=like)
     assert drawn.dtype == torch.float64
     assert drawn.shape == (3, 2)
-    assert dp.Draw(0, 0, range(3)).integers(0, 5, shape=(2,)).shape == (3, 2)
 
 
 def test_no_samples_are_refused():

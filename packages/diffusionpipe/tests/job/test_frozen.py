@@ -3,6 +3,7 @@ import torch
 from torch import nn
 
 import diffusionpipe as dp
+from diffusionpipe.job.batches import take_rows
 from diffusionpipe.job.checks.rows import check_rows, check_untrained, find_parameters
 from diffusionpipe.job.frozen import encode, group_components
 from shared.errors import ConfigError
@@ -15,6 +16,17 @@ def rows():
 
 
 DRAW = dp.Draw(0, 0, range(4))
+
+
+def check_frozen(frozen, rows):
+    """As `Job.check` calls it."""
+
+    def compute(samples):
+        values = encode(frozen, take_rows(rows, samples), dp.Draw(0, 0, samples))
+        return {f"frozen[{name!r}]": value for name, value in values.items()}
+
+    check_untrained(frozen, rows, DRAW, {})
+    check_rows(compute, 4)
 
 
 def test_functions_of_draws_join_those_before_them():
@@ -75,8 +87,7 @@ def test_functions_of_rows_alone_pass(rows):
         "lengths": lambda b: torch.tensor([len(name) for name in b["names"]]),
         "noisy": lambda b, f, d: f["z"] + d.normal((2,)),
     }
-    check_rows(frozen, rows, DRAW)
-    check_untrained(frozen, rows, DRAW, {})
+    check_frozen(frozen, rows)
 
 
 MIXING = {
@@ -93,7 +104,7 @@ def test_functions_that_mix_rows_are_refused(name, rows):
     function = MIXING[name]
     call = (lambda b: function(b["x"])) if isinstance(function, nn.Module) else function
     with pytest.raises(ConfigError, match=r"frozen\['z'\]: expected row i to need row i only"):
-        check_rows({"z": call}, rows, DRAW)
+        check_frozen({"z": call}, rows)
 
 
 def test_padding_to_the_longest_text_is_refused(rows):
@@ -102,24 +113,22 @@ def test_padding_to_the_longest_text_is_refused(rows):
         return torch.tensor([[ord(c) for c in name.ljust(longest)] for name in batch["names"]])
 
     with pytest.raises(ConfigError, match="do pad texts to a fixed length"):
-        check_rows({"ids": tokenize}, rows, DRAW)
+        check_frozen({"ids": tokenize}, rows)
 
 
 def test_functions_that_draw_by_themselves_are_refused(rows):
     dropout = nn.Dropout(0.5)
     for function in (lambda b: dropout(b["x"]), lambda b: b["x"] + torch.randn(3)):
-        with pytest.raises(ConfigError, match="expected the same output of the same rows"):
-            check_rows({"z": function}, rows, DRAW)
+        with pytest.raises(ConfigError, match="expected the same values of the same rows"):
+            check_frozen({"z": function}, rows)
     dropout.eval()
-    check_rows({"z": lambda b: dropout(b["x"])}, rows, DRAW)
+    check_frozen({"z": lambda b: dropout(b["x"])}, rows)
 
 
 @pytest.mark.parametrize("output", [torch.zeros(3), torch.tensor(1.0), torch.zeros(1, 4)])
 def test_outputs_without_a_row_a_sample_are_refused(output, rows):
-    with pytest.raises(
-        ConfigError, match="expected an output with 4 rows, one a sample, got shape"
-    ):
-        check_rows({"z": lambda b: output}, rows, DRAW)
+    with pytest.raises(ConfigError, match="expected a value with 4 rows, one a sample, got shape"):
+        check_frozen({"z": lambda b: output}, rows)
 
 
 def test_weights_that_train_are_found_by_identity(rows):

@@ -9,15 +9,13 @@ from torch import nn
 import diffusionpipe as dp
 from diffusionpipe.data import build_vae
 from diffusionpipe.job.draws import decide
-from diffusionpipe.job.preference import preference
 from shared.errors import ConfigError, DataError
 
 
-def _batch(rows=4, *, dtype=torch.float32, pairs=False):
+def _batch(rows=4, *, dtype=torch.float32):
     torch.manual_seed(7)
-    shape = (rows, 2, 3, 16, 16) if pairs else (rows, 3, 16, 16)
     return {
-        "pixels": torch.rand(shape, dtype=dtype) * 2 - 1,
+        "pixels": torch.rand((rows, 3, 16, 16), dtype=dtype) * 2 - 1,
         "ids": torch.randint(0, 20, (rows, 5)),
     }
 
@@ -188,60 +186,6 @@ def test_two_backbones_with_common_weights_are_refused():
         job.validate()
 
 
-def test_preferences_are_those_of_diffusion_dpo():
-    encoders, unet = _Encoders(torch.float64), text_unet().double()
-    reference = copy.deepcopy(unet).requires_grad_(False)
-    with torch.no_grad():
-        for parameter in reference.parameters():
-            parameter.mul_(0.97)
-    scheduler = _scheduler()
-    noising, _ = dp.losses.epsilon(scheduler, latents="z", text="h")
-    frozen_reference, inputs, loss = preference(noising, reference, beta=50.0)
-
-    def encode_pairs(batch):
-        latents = encoders.vae.encode(batch["pixels"].flatten(0, 1)).latent_dist.parameters
-        return latents.unflatten(0, (-1, 2))
-
-    frozen = {"z": encode_pairs, "h": encoders.frozen()["h"], **frozen_reference}
-    job, batch = (
-        dp.Job(dp.chain(unet), frozen, inputs, loss),
-        _batch(3, dtype=torch.float64, pairs=True),
-    )
-    job.check(batch)
-    assert job.components == {"z+h+reference": ("z", "h", "reference")}
-
-    draw = dp.Draw(0, 0, range(3))
-    with torch.no_grad():
-        posterior = encoders.vae.encode(batch["pixels"].flatten(0, 1)).latent_dist
-        extra = draw.normal((2, *posterior.mean.shape[1:]), "latents", like=posterior.mean)
-        latents = posterior.mean + posterior.std * extra.flatten(0, 1)
-        states = encoders.text(batch["ids"]).repeat_interleave(2, 0)
-    noise = draw.normal(latents.shape[1:], like=latents).repeat_interleave(2, 0)
-    timestep = draw.integers(0, 1000).repeat_interleave(2, 0)
-    noisy = scheduler.add_noise(latents, noise, timestep)
-
-    def errors(model):
-        error = (model(noisy, timestep, states).sample - noise).square().mean((1, 2, 3))
-        return error[0::2], error[1::2]
-
-    won, lost = errors(unet)
-    with torch.no_grad():
-        reference_won, reference_lost = errors(reference)
-    inside = -0.5 * 50.0 * ((won - lost) - (reference_won - reference_lost))
-    expected = -nn.functional.logsigmoid(inside).mean()
-    assert torch.allclose(job.compute_loss(batch, seed=0, step=0), expected, rtol=1e-9)
-    assert not torch.allclose(expected, torch.tensor(2.0, dtype=torch.float64).log(), rtol=1e-3)
-
-
-def test_pairs_have_to_be_pairs():
-    encoders, unet = _Encoders(), text_unet()
-    noising, _ = dp.losses.epsilon(_scheduler(), latents="z", text="h")
-    reference, inputs, loss = preference(noising, copy.deepcopy(unet))
-    job = dp.Job(dp.chain(unet), {**encoders.frozen(), **reference}, inputs, loss)
-    with pytest.raises(ConfigError, match=r"z: expected pairs, \[num_samples, 2, channels"):
-        job.compute_loss(_batch(), seed=0, step=0)
-
-
 def test_a_locked_unet_is_a_frozen_function_of_draws():
     model, encoders = controlled(), _Encoders()
     inputs, loss = dp.losses.epsilon(
@@ -361,19 +305,19 @@ def test_losses_that_depend_on_other_samples_are_refused():
         losses = mean(output, target)
         return losses / losses.sum()
 
-    with pytest.raises(ConfigError, match="expected a loss of sample i that needs sample i only"):
+    with pytest.raises(ConfigError, match="loss: expected row i to need row i only"):
         dp.Job(chain, encoders.frozen(), good, ranked).check(batch)
 
     def centred(b, f, d):
         made = good(b, f, d)
         return {**made, "sample": made["sample"] - made["sample"].mean(0)}
 
-    with pytest.raises(ConfigError, match="expected a loss of sample i that needs sample i only"):
+    with pytest.raises(ConfigError, match="loss: expected row i to need row i only"):
         dp.Job(chain, encoders.frozen(), centred, mean).check(batch)
 
     def drawing(b, f, d):
         made = good(b, f, d)
         return {**made, "sample": made["sample"] + torch.randn(1)}
 
-    with pytest.raises(ConfigError, match="expected the same losses of the same samples"):
+    with pytest.raises(ConfigError, match="loss: expected the same values of the same rows"):
         dp.Job(chain, encoders.frozen(), drawing, mean).check(batch)

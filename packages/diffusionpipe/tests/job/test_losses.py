@@ -39,28 +39,21 @@ def test_noising_is_the_schedulers_own(prediction, frozen):
     assert torch.allclose(losses.mean(), torch.nn.functional.mse_loss(output, expected), atol=1e-15)
 
 
-@pytest.mark.parametrize("density", ["logit_normal", "uniform"])
-def test_flow_matching_is_diffusers_training_script(density, frozen):
+def test_flow_matching_is_diffusers_training_script(frozen):
     from diffusers import FlowMatchEulerDiscreteScheduler
 
     scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
-    inputs, _ = dp.losses.flow(scheduler, latents="z", text="text.states", density=density)
+    inputs, _ = dp.losses.flow(scheduler, latents="z", text="text.states")
     # Sampling with the same scheduler meanwhile changes nothing.
     scheduler.set_timesteps(7)
     made = inputs({}, frozen, DRAW)
     fresh = FlowMatchEulerDiscreteScheduler(shift=3.0)
-    normal = torch.sigmoid(DRAW.normal((), "timestep"))
-    position = normal if density == "logit_normal" else DRAW.uniform((), "timestep")
-    index = (position * 1000).long()
+    index = (torch.sigmoid(DRAW.normal((), "timestep")) * 1000).long()
     assert torch.equal(made["timestep"], fresh.timesteps[index])
     noise = DRAW.normal(frozen["z"].shape[1:], like=frozen["z"])
     assert torch.equal(made["target"], noise - frozen["z"])
     sigma = (made["timestep"] / 1000).double()[:, None, None, None]
     assert torch.allclose(made["sample"], (1 - sigma) * frozen["z"] + sigma * noise, atol=1e-7)
-    with pytest.raises(
-        ConfigError, match="density: expected 'logit_normal' or 'uniform', got 'cos'"
-    ):
-        dp.losses.flow(scheduler, latents="z", density="cos")
 
 
 def test_distributions_become_latents_by_the_samples_draws():

@@ -1,5 +1,6 @@
 """Published models on meta tensors: nothing is computed, but shapes and cuts are those of training."""
 
+import pytest
 import torch
 
 import diffusionpipe as dp
@@ -36,6 +37,7 @@ def test_stable_diffusion_2_has_29_layers_and_its_known_cuts():
     assert max(cut.skip_bytes for cut in folded) == 0
 
 
+@pytest.mark.slow
 def test_xl_has_51_megabytes_of_skips():
     from diffusers import UNet2DConditionModel
 
@@ -63,6 +65,7 @@ def test_xl_has_51_megabytes_of_skips():
     assert max(cut.skip_bytes for cut in cuts) == 51_118_080
 
 
+@pytest.mark.slow
 def test_transformers_hand_over_their_tokens_and_no_skip():
     from diffusers import FluxTransformer2DModel, SD3Transformer2DModel
 

@@ -98,7 +98,7 @@ class Chain:
         return tuple(k for layer in self.layers[first:stop] for k in layer.writes if k in rest)
 
     def run(self, state: State, first: int = 0, stop: int | None = None) -> dict[str, Tensor]:
-        """Runs layers `first` to `stop - 1`.
+        """Runs layers `first` to `stop - 1`, or to the last one.
 
         Args:
             state: holds at least the keys of `list_reads`.
@@ -107,6 +107,9 @@ class Chain:
 
         Returns:
             Values by key, as `list_writes` names them.
+
+        Raises:
+            ConfigError: a value is missing.
         """
         stop = len(self.layers) if stop is None else stop
         missing = [key for key in self.list_reads(first, stop) if key not in state]
@@ -115,16 +118,15 @@ class Chain:
                 f"layers {self.layers[first].name} to {self.layers[stop - 1].name}: expected values "
                 f"{', '.join(missing)}, got {', '.join(state) or 'none'}; do hand them over"
             )
-        kept = set(self.list_writes(first, stop))
+        kept = self.list_writes(first, stop)
         last_read = {k: i for i in range(first, stop) for k in self.layers[i].reads}
         values = dict(state)
         for index in range(first, stop):
-            layer = self.layers[index]
-            values.update(self.run_layer(index, {key: values[key] for key in layer.reads}))
-            for key in (*layer.reads, *layer.writes):
-                if key not in kept and last_read.get(key, -1) <= index:
-                    values.pop(key, None)
-        return {key: values[key] for key in self.list_writes(first, stop)}
+            values |= self.run_layer(index, {k: values[k] for k in self.layers[index].reads})
+            # Frees what nobody reads any more.
+            for key in [k for k in values if k not in kept and last_read.get(k, -1) <= index]:
+                del values[key]
+        return {key: values[key] for key in kept}
 
     def run_layer(self, index: int, state: State) -> dict[str, Tensor]:
         """Runs one layer; without keeping what backward needs if the model is to recompute it.
@@ -206,7 +208,8 @@ class Chain:
                 or `validate` or `flatten` refuses.
         """
         self.validate()
-        compare_forwards(self.model, self.layers, self.run, example, self.flatten(example))
+        state = self.flatten(example)
+        compare_forwards(self.model, self.layers, lambda: self.run(state), example)
 
     def cuts(self, placement: str = "chain", **example: Any) -> list[Cut]:
         """Counts the bytes that would travel behind each layer but the last.
@@ -231,10 +234,7 @@ def chain(model: nn.Module | Iterable[Any]) -> Chain:
     # What a wrapper of peft holds is the model itself, changed in place.
     given: Any = model
     inner: Any = given.get_base_model() if hasattr(given, "get_base_model") else given
-    for base in type(inner).__mro__:
-        if base.__name__ in ADAPTERS:
-            cut_model = ADAPTERS.get(base.__name__)
-            owner, layers, shared = cut_model(inner)
-            return Chain(owner if inner is given else given, tuple(layers), frozenset(shared))
-    ADAPTERS.check(type(inner).__name__)
-    raise AssertionError("a registered model was found above")
+    names = [base.__name__ for base in type(inner).__mro__ if base.__name__ in ADAPTERS]
+    cut_model = ADAPTERS.get(names[0] if names else type(inner).__name__)
+    owner, layers, shared = cut_model(inner)
+    return Chain(owner if inner is given else given, tuple(layers), frozenset(shared))

@@ -62,12 +62,12 @@ class Draw:
         high: int,
         name: str = "timestep",
         *,
-        shape: Sequence[int] = (),
         device: torch.device | str = "cpu",
     ) -> Tensor:
-        """Draws whole numbers from `low` to `high - 1`; the other arguments as for `normal`."""
-        rows = self._fill(name, lambda g: torch.randint(low, high, tuple(shape), generator=g), None)
-        return rows.to(device)
+        """Draws a whole number a sample, from `low` to `high - 1`: [num_samples]."""
+        return self._fill(name, lambda g: torch.randint(low, high, (), generator=g), None).to(
+            device
+        )
 
     def _fill(
         self, name: str, draw_row: Callable[[torch.Generator], Tensor], like: Tensor | None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from diffusionpipe.job import frozen as frozen_parts
 from diffusionpipe.job.batches import Batch, count_rows, take_rows, unflatten
 from diffusionpipe.job.chain import Chain
 from diffusionpipe.job.checks.feeds import find_feeds
-from diffusionpipe.job.checks.rows import check_losses, check_rows, check_untrained
+from diffusionpipe.job.checks.rows import check_rows, check_untrained
 from diffusionpipe.job.draws import Draw, decide
 from diffusionpipe.job.layers import ESTIMATE, OUTPUT
 from diffusionpipe.job.losses import Noising
@@ -52,6 +53,11 @@ class Job:
         self_conditioning: probability that a step predicts twice, the second time with the first
             prediction among its inputs, as `frozen["estimate"]`.
         pipeline: of diffusers, whose parts these are; `export` saves it.
+        components: names of frozen functions that one rank runs together for a sample, by name of
+            the component.
+
+    Raises:
+        ConfigError: a part is of another kind, or a frozen function has a wrong name or signature.
     """
 
     backbone: Chain | tuple[Chain, Chain]
@@ -63,7 +69,7 @@ class Job:
     components: Mapping[str, tuple[str, ...]] = field(init=False)
 
     def __post_init__(self) -> None:
-        if not self.chains or not all(isinstance(one, Chain) for one in self.chains):
+        if not self.chains or not all(isinstance(chain, Chain) for chain in self.chains):
             raise ConfigError(
                 "backbone: expected what diffusionpipe.chain makes, or two of them, got "
                 f"{type(self.backbone).__name__}; do call chain(model)"
@@ -81,8 +87,7 @@ class Job:
         if isinstance(self.inputs, Noising):
             bound = self.inputs.bind(self.chains[0], has_estimate=self.self_conditioning > 0)
             object.__setattr__(self, "inputs", bound)
-        components = frozen_parts.group_components(self.frozen)
-        object.__setattr__(self, "components", components)
+        object.__setattr__(self, "components", frozen_parts.group_components(self.frozen))
 
     @classmethod
     def from_pipeline(cls, pipeline: Any) -> Job:
@@ -96,8 +101,7 @@ class Job:
         """
         from diffusionpipe.job.pipelines.describe import describe_pipeline
 
-        backbone, frozen, inputs, loss = describe_pipeline(pipeline)
-        return cls(backbone, frozen, inputs, loss, pipeline=pipeline)
+        return cls(*describe_pipeline(pipeline), pipeline=pipeline)
 
     @property
     def chains(self) -> tuple[Chain, ...]:
@@ -134,8 +138,16 @@ class Job:
         Returns:
             Outputs by name, nested ones as "name.0" or "name.key".
         """
-        functions = {name: self.frozen[name] for name in self.components[component]}
-        return frozen_parts.encode(functions, rows, draw)
+        return frozen_parts.encode(self.list_functions(component), rows, draw)
+
+    def encode_all(self, rows: Batch, draw: Draw) -> dict[str, Tensor]:
+        """Runs all components; arguments and outputs as of `encode`."""
+        outputs = [self.encode(component, rows, draw) for component in self.components]
+        return {name: value for values in outputs for name, value in values.items()}
+
+    def list_functions(self, component: str) -> dict[str, Callable[..., Any]]:
+        """A component's frozen functions by name, in order."""
+        return {name: self.frozen[name] for name in self.components[component]}
 
     def prepare(
         self, rows: Batch, values: Mapping[str, Tensor], draw: Draw
@@ -153,7 +165,7 @@ class Job:
         """
         made = self.inputs(rows, unflatten(values), draw)
         made = (made,) if isinstance(made, Mapping) else tuple(made)
-        if len(made) != len(self.chains) or any("target" not in one for one in made):
+        if len(made) != len(self.chains) or any("target" not in each for each in made):
             raise ConfigError(
                 f"inputs: expected {len(self.chains)} dictionaries of the backbone's arguments and "
                 f"'target', got {len(made)} with {', '.join(made[0]) if made else 'nothing'}; do "
@@ -188,22 +200,19 @@ class Job:
         It is what every plan computes, up to rounding: the mean over the batch, of two backbones
         the sum of both means.
         """
-        num_samples = count_rows(batch)
-        draw = Draw(seed, step, range(num_samples))
-        values: dict[str, Tensor] = {}
-        for component in self.components:
-            values |= self.encode(component, batch, draw)
+        draw = Draw(seed, step, range(count_rows(batch)))
+        values = self.encode_all(batch, draw)
         if self.self_conditioning and decide(seed, step, self.self_conditioning):
             with torch.no_grad():
-                prepared = self.prepare(batch, values, draw)[0]
+                (prepared,) = self.prepare(batch, values, draw)
                 values[ESTIMATE] = self.chains[0].run(prepared.state)[OUTPUT]
-        total = torch.zeros(())
-        both = zip(self.chains, self.prepare(batch, values, draw), strict=True)
-        for chain, prepared in both:
-            output = chain.run(prepared.state)[OUTPUT]
-            losses = self.compute_losses(output, prepared.target, num_samples)
-            total = total.to(losses) + losses.mean()
-        return total
+        return self._compute_all_losses(batch, values, draw).mean(1).sum()
+
+    def _compute_all_losses(self, batch: Batch, values: Mapping[str, Tensor], draw: Draw) -> Tensor:
+        """Losses of each backbone and sample: [num_backbones, num_samples]."""
+        pairs = zip(self.chains, self.prepare(batch, values, draw), strict=True)
+        outputs = [(chain.run(made.state)[OUTPUT], made.target) for chain, made in pairs]
+        return torch.stack([self.compute_losses(*each, len(draw.samples)) for each in outputs])
 
     def feeds(self, batch: Batch) -> tuple[dict[str, tuple[str, ...]], ...]:
         """Finds by trial which frozen outputs each input of each backbone depends on.
@@ -260,25 +269,26 @@ class Job:
                 f"expected at least two rows to check, got {num_samples}; do hand over more"
             )
         draw = Draw(seed, 0, range(num_samples))
-        values: dict[str, Tensor] = {}
-        for component, names in self.components.items():
-            functions = {name: self.frozen[name] for name in names}
-            check_untrained(functions, batch, draw, self.trained)
-            check_rows(functions, batch, draw)
-            values |= self.encode(component, batch, draw)
+
+        def encode(samples: range, component: str) -> dict[str, Tensor]:
+            rows = take_rows(batch, samples)
+            values = self.encode(component, rows, Draw(seed, 0, samples))
+            return {f"frozen[{name!r}]": value for name, value in values.items()}
+
+        for component in self.components:
+            check_untrained(self.list_functions(component), batch, draw, self.trained)
+            check_rows(partial(encode, component=component), num_samples)
+        values = self.encode_all(batch, draw)
         for chain, prepared in zip(self.chains, self.prepare(batch, values, draw), strict=True):
             chain.check(**unflatten(prepared.state))
 
-        def compute(samples: range) -> Tensor:
+        def compute(samples: range) -> dict[str, Tensor]:
             rows = {name: value[samples.start : samples.stop] for name, value in values.items()}
-            piece = Draw(seed, 0, samples)
-            made = self.prepare(take_rows(batch, samples), rows, piece)
-            both = zip(self.chains, made, strict=True)
-            outputs = [(chain.run(one.state)[OUTPUT], one.target) for chain, one in both]
-            return torch.stack([self.compute_losses(*pair, len(samples)) for pair in outputs])
+            piece = take_rows(batch, samples), rows, Draw(seed, 0, samples)
+            return {"loss": self._compute_all_losses(*piece).T}
 
         with torch.no_grad():
-            check_losses(compute, num_samples)
+            check_rows(compute, num_samples)
 
     def describe(self) -> str:
         """What has to be the same on all ranks, and for a plan to fit: JSON of layers and weights."""
@@ -304,8 +314,6 @@ class Job:
         path = Path(folder)
         if self.pipeline is not None:
             save_pipeline(self.pipeline, self.chains[0].model, path)
-        elif len(self.chains) == 1:
-            save_backbone(self.chains[0].model, path)
-        else:
-            for index, chain in enumerate(self.chains):
-                save_backbone(chain.model, path / str(index))
+            return
+        for index, chain in enumerate(self.chains):
+            save_backbone(chain.model, path / str(index) if len(self.chains) > 1 else path)

@@ -6,12 +6,14 @@ follow diffusers' training scripts: the mean of squared differences, weighted by
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from diffusionpipe.job.batches import Batch
 from diffusionpipe.job.draws import Draw
@@ -21,6 +23,8 @@ __all__ = ["Noising", "epsilon", "flow", "mean_square", "sample_latents", "veloc
 
 # Bounds of a variance's logarithm, as AutoencoderKL's distribution has them.
 _LOG_VARIANCES = (-30.0, 20.0)
+
+Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,9 +43,9 @@ class Noising:
             of these.
         scaling: factor of the latents, a VAE's `scaling_factor`.
         shift: taken from the latents before, a VAE's `shift_factor`.
-        density: of the times of "flow": "logit_normal" or "uniform".
         sample: name of the backbone's argument that takes noisy latents.
         num_channels: channels of latents that the backbone takes; None where it does not say.
+        dtype: of the backbone, which latents and other arguments are cast to; None for no cast.
         has_estimate: whether the backbone takes an earlier estimate of the clean latents as further
             channels.
     """
@@ -52,13 +56,13 @@ class Noising:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     scaling: float = 1.0
     shift: float = 0.0
-    density: str = "logit_normal"
     sample: str = "sample"
     num_channels: int | None = None
+    dtype: torch.dtype | None = None
     has_estimate: bool = False
 
     def bind(self, chain: Any, *, has_estimate: bool) -> Noising:
-        """Learns from a backbone what its latents are called and how many channels they have.
+        """Learns from a backbone what its latents are called, their channels and their type.
 
         Args:
             chain: a `Chain`.
@@ -68,7 +72,13 @@ class Noising:
         if channels is not None and has_estimate:
             channels //= 2
         sample = "hidden_states" if "hidden_states" in chain.inputs else "sample"
-        return replace(self, sample=sample, num_channels=channels, has_estimate=has_estimate)
+        return replace(
+            self,
+            sample=sample,
+            num_channels=channels,
+            dtype=getattr(chain.model, "dtype", None),
+            has_estimate=has_estimate,
+        )
 
     def __call__(self, batch: Batch, frozen: Mapping[str, Any], draw: Draw) -> dict[str, Any]:
         """Makes a backbone's keyword arguments, and the target.
@@ -87,25 +97,30 @@ class Noising:
         if self.has_estimate:
             estimate = torch.zeros_like(clean)
             if "estimate" in frozen:
-                estimate = self._estimate_clean(frozen["estimate"].detach(), noisy, level, timestep)
+                estimate = self._estimate_clean(frozen["estimate"].detach(), noisy, level)
             noisy = torch.cat([noisy, estimate], dim=1)
         keywords = {name: self._find(a, batch, frozen) for name, a in self.arguments.items()}
-        return {self.sample: noisy, "timestep": timestep, "target": target, **keywords}
+        # Encoders often compute in another type than the backbone.
+        keywords = tree_map(partial(self._cast, noisy.device), {self.sample: noisy, **keywords})
+        return {"timestep": timestep, "target": target, **keywords}
+
+    def _cast(self, device: torch.device, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return value.to(device, self.dtype if value.is_floating_point() else None)
 
     def _draw_times(self, clean: Tensor, draw: Draw) -> tuple[Tensor, Tensor]:
-        """Levels of noise, one a sample, and the times that the backbone reads."""
+        """Levels of noise, shaped to multiply latents, and the times that the backbone reads."""
         count = self.scheduler.config.num_train_timesteps
-        if self.prediction != "flow":
-            timestep = draw.integers(0, count, "timestep", device=clean.device)
-            cumulative = self.scheduler.alphas_cumprod.to(clean.device, clean.dtype)
-            return _spread(cumulative[timestep], clean), timestep
-        if self.density == "uniform":
-            position = draw.uniform((), "timestep")
-        else:
+        if self.prediction == "flow":
             position = torch.sigmoid(draw.normal((), "timestep"))
-        index = (position * count).long().clamp(max=count - 1)
-        sigma = self.scheduler.sigmas.cpu()[index].to(clean.device, clean.dtype)
-        return _spread(sigma, clean), self.scheduler.timesteps.cpu()[index].to(clean.device)
+            index = (position * count).long().clamp(max=count - 1)
+            levels = self.scheduler.sigmas.cpu()[index].to(clean.device, clean.dtype)
+            timestep = self.scheduler.timesteps.cpu()[index].to(clean.device)
+        else:
+            timestep = draw.integers(0, count, "timestep", device=clean.device)
+            levels = self.scheduler.alphas_cumprod.to(clean.device, clean.dtype)[timestep]
+        return levels.reshape(-1, *([1] * (clean.ndim - 1))), timestep
 
     def _add_noise(
         self, clean: Tensor, noise: Tensor, level: Tensor, timestep: Tensor
@@ -117,9 +132,7 @@ class Noising:
             return noisy, noise
         return noisy, self.scheduler.get_velocity(clean, noise, timestep)
 
-    def _estimate_clean(
-        self, output: Tensor, noisy: Tensor, level: Tensor, timestep: Tensor
-    ) -> Tensor:
+    def _estimate_clean(self, output: Tensor, noisy: Tensor, level: Tensor) -> Tensor:
         if self.prediction == "flow":
             return noisy - level * output
         if self.prediction == "epsilon":
@@ -132,90 +145,58 @@ class Noising:
         if callable(name):
             return name(batch, frozen)
         first, *path = name.split(".")
-        if first in frozen or first in batch:
-            value = frozen[first] if first in frozen else batch[first]
-            for part in path:
-                value = value[part]
-            return value
-        raise ConfigError(
-            f"expected {name!r} among the frozen outputs ({', '.join(frozen) or 'none'}) or in the "
-            f"batch ({', '.join(batch)}), got neither; do name one of them"
-        )
+        if first not in frozen and first not in batch:
+            raise ConfigError(
+                f"expected {name!r} among the frozen outputs ({', '.join(frozen) or 'none'}) or in "
+                f"the batch ({', '.join(batch)}), got neither; do name one of them"
+            )
+        value = frozen[first] if first in frozen else batch[first]
+        for part in path:
+            value = value[part]
+        return value
 
 
-def epsilon(
-    scheduler: Any,
-    *,
-    latents: str,
-    text: str | None = None,
-    scaling: float = 1.0,
-    shift: float = 0.0,
-    **arguments: Any,
-) -> tuple[Noising, Any]:
+def epsilon(scheduler: Any, *, latents: str, **options: Any) -> tuple[Noising, Loss]:
     """Predicts the noise that was added.
 
     Args:
         scheduler: of diffusers, as DDPMScheduler().
         latents: name of the latents among frozen outputs, or in the batch; see `Noising`.
-        text: name of the text states, the backbone's `encoder_hidden_states`; None for none.
-        scaling: factor of the latents, a VAE's `scaling_factor`.
-        shift: taken from the latents before, a VAE's `shift_factor`.
-        **arguments: further keyword arguments of the backbone, as `Noising.arguments`.
+        **options: `text`, the name of the text states, which the backbone's `encoder_hidden_states`
+            takes; `scaling` and `shift` as of `Noising`; all others are further arguments of the
+            backbone, as `Noising.arguments`.
 
     Returns:
         `inputs` and `loss` of a `Job`.
     """
-    return _build(scheduler, "epsilon", latents, text, scaling, shift, arguments)
+    return _predict("epsilon", scheduler, latents, options)
 
 
-def velocity(
-    scheduler: Any,
-    *,
-    latents: str,
-    text: str | None = None,
-    scaling: float = 1.0,
-    shift: float = 0.0,
-    **arguments: Any,
-) -> tuple[Noising, Any]:
+def velocity(scheduler: Any, *, latents: str, **options: Any) -> tuple[Noising, Loss]:
     """Predicts the velocity between data and noise; arguments as for `epsilon`."""
-    return _build(scheduler, "velocity", latents, text, scaling, shift, arguments)
+    return _predict("velocity", scheduler, latents, options)
 
 
-def flow(
-    scheduler: Any,
-    *,
-    latents: str,
-    text: str | None = None,
-    scaling: float = 1.0,
-    shift: float = 0.0,
-    density: str = "logit_normal",
-    **arguments: Any,
-) -> tuple[Noising, Any]:
-    """Predicts the direction from data to noise (flow matching, as SD3 and Flux).
+def flow(scheduler: Any, *, latents: str, **options: Any) -> tuple[Noising, Loss]:
+    """Predicts the direction from data to noise, at times of a normal's sigmoid, as SD3 and Flux.
 
     Args:
         scheduler: of diffusers, as FlowMatchEulerDiscreteScheduler().
         latents: as for `epsilon`.
-        text: as for `epsilon`.
-        scaling: as for `epsilon`.
-        shift: as for `epsilon`.
-        density: of the drawn times: "logit_normal" or "uniform".
-        **arguments: as for `epsilon`.
+        **options: as for `epsilon`.
     """
-    if density not in ("logit_normal", "uniform"):
-        raise ConfigError(
-            f"density: expected 'logit_normal' or 'uniform', got {density!r}; do choose one of them"
-        )
     # Times of inference, if somebody has set them, are fewer than those of training.
     fresh = type(scheduler).from_config(scheduler.config)
-    inputs, loss = _build(fresh, "flow", latents, text, scaling, shift, arguments)
-    return replace(inputs, density=density), loss
+    return _predict("flow", fresh, latents, options)
 
 
 def mean_square(output: Tensor, target: Tensor) -> Tensor:
     """The mean of squared differences of each sample, at least in float32: [num_samples].
 
     An output with twice the target's channels is a mean and a variance, whose mean is compared.
+
+    Raises:
+        ConfigError: other shapes.
     """
     if output.ndim == target.ndim and output.shape[1] == 2 * target.shape[1]:
         output = output[:, : target.shape[1]]
@@ -237,28 +218,14 @@ def sample_latents(latents: Tensor, num_channels: int | None, draw: Draw) -> Ten
     return mean + deviation * draw.normal(mean.shape[1:], "latents", like=mean)
 
 
-def _build(
-    scheduler: Any,
-    prediction: str,
-    latents: str,
-    text: str | None,
-    scaling: float,
-    shift: float,
-    arguments: dict[str, Any],
-) -> tuple[Noising, Any]:
+def _predict(
+    prediction: str, scheduler: Any, latents: str, options: dict[str, Any]
+) -> tuple[Noising, Loss]:
+    settings = {name: options.pop(name) for name in ("scaling", "shift") if name in options}
+    text = options.pop("text", None)
     if text is not None:
-        arguments = {"encoder_hidden_states": text, **arguments}
+        options = {"encoder_hidden_states": text, **options}
     noising = Noising(
-        scheduler=scheduler,
-        prediction=prediction,
-        latents=latents,
-        arguments=arguments,
-        scaling=scaling,
-        shift=shift,
+        scheduler=scheduler, prediction=prediction, latents=latents, arguments=options, **settings
     )
     return noising, mean_square
-
-
-def _spread(values: Tensor, like: Tensor) -> Tensor:
-    """One value a sample, as many dimensions as `like`."""
-    return values.reshape(-1, *([1] * (like.ndim - 1)))

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from shared.errors import DataError
+from shared.files import read_json, write_atomically
 
 __all__ = ["ChainProfile", "JobProfile"]
 
@@ -116,35 +117,38 @@ class JobProfile:
             DataError: it is no profile, of another version, or has other fields.
         """
         try:
-            raw = json.loads(text)
+            tree = json.loads(text)
         except ValueError as error:
             raise DataError(
-                f"expected a profile as JSON, got text that is none ({error}); do write it again by "
-                "`diffusionpipe profile`"
+                f"expected a profile as JSON, got {error}; do write it again by `diffusionpipe "
+                "profile`"
             ) from error
-        names = {field.name for field in fields(cls)} | {"version"}
-        if not isinstance(raw, dict) or raw.get("version") != _VERSION or set(raw) != names:
-            version = raw.get("version") if isinstance(raw, dict) else None
+        return cls._from_tree(tree)
+
+    @classmethod
+    def _from_tree(cls, tree: Any) -> JobProfile:
+        version = tree.pop("version", None) if isinstance(tree, dict) else None
+        names = {field.name for field in fields(cls)}
+        if version != _VERSION or set(tree) != names:
             raise DataError(
                 f"expected a profile of version {_VERSION} with the fields {', '.join(sorted(names))}"
                 f", got version {version}; do write it again by `diffusionpipe profile`"
             )
-        raw.pop("version")
-        chains = tuple(ChainProfile(**_freeze(chain)) for chain in raw.pop("chains"))
-        return cls(chains=chains, **_freeze(raw))
+        chains = tuple(ChainProfile(**_freeze(chain)) for chain in tree.pop("chains"))
+        return cls(chains=chains, **_freeze(tree))
 
     def save(self, path: str | Path) -> None:
-        """Writes the profile's JSON to a file."""
-        Path(path).write_text(self.to_json())
+        """Writes the profile's JSON to a file, replaced at once."""
+        write_atomically(path, self.to_json())
 
     @classmethod
     def load(cls, path: str | Path) -> JobProfile:
         """Reads a file of `save`.
 
         Raises:
-            DataError: it is no profile.
+            DataError: there is none, or it is no profile.
         """
-        return cls.from_json(Path(path).read_text())
+        return cls._from_tree(read_json(path, "a profile"))
 
 
 def _freeze(value: Any) -> Any:

@@ -12,7 +12,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -56,7 +57,7 @@ def profile(
         The same figures on every rank: of times, the median over ranks.
 
     Raises:
-        ConfigError: a size is not a number of samples of the batch.
+        ConfigError: a size is not a number of samples of the batch, or `job.check` refuses.
     """
     num_samples = count_rows(batch)
     if sizes is None:
@@ -67,64 +68,67 @@ def profile(
             f"sizes: expected numbers of samples from 1 to {num_samples}, got {list(sizes)}; do "
             "hand over a larger batch or choose smaller sizes"
         )
-    frozen_rows: dict[str, list[float]] = {name: [] for name in job.components}
-    forwards: list[list[list[float]]] = [[[] for _ in chain.layers] for chain in job.chains]
-    backwards: list[list[list[float]]] = [[[] for _ in chain.layers] for chain in job.chains]
-    for size in sizes:
-        rows, draw = take_rows(batch, range(size)), Draw(0, 0, range(size))
-        values: dict[str, Tensor] = {}
-        for component, row in frozen_rows.items():
-            seconds, outputs = _time_encode(job, component, rows, draw, repeats)
-            row.append(seconds)
-            values |= outputs
-        prepared = job.prepare(rows, values, draw)
-        for index, chain in enumerate(job.chains):
-            runs = [_time_layers(chain, prepared[index]) for _ in range(repeats)]
-            for layer in range(len(chain)):
-                forwards[index][layer].append(statistics.median(r[0][layer] for r in runs))
-                backwards[index][layer].append(statistics.median(r[1][layer] for r in runs))
     num_rows = min(_BYTES_ROWS, num_samples)
     few, draw = take_rows(batch, range(num_rows)), Draw(0, 0, range(num_rows))
+    if num_rows > 1:
+        job.check(few)
+    device = _find_device(job)
+    timings = [_time_size(job, take_rows(batch, range(size)), repeats, device) for size in sizes]
     outputs = {component: job.encode(component, few, draw) for component in job.components}
     values = {key: tensor for part in outputs.values() for key, tensor in part.items()}
-    feeds = job.feeds(few)
     chains = tuple(
         _describe_chain(
             chain,
             prepared,
             num_rows,
-            feeds=feeds[index],
-            forward_s=tuple(map(tuple, forwards[index])),
-            backward_s=tuple(map(tuple, backwards[index])),
+            feeds=feeds,
+            forward_s=tuple(zip(*(timing.forward_s[index] for timing in timings), strict=True)),
+            backward_s=tuple(zip(*(timing.backward_s[index] for timing in timings), strict=True)),
         )
-        for index, (chain, prepared) in enumerate(
-            zip(job.chains, job.prepare(few, values, draw), strict=True)
+        for index, (chain, prepared, feeds) in enumerate(
+            zip(job.chains, job.prepare(few, values, draw), job.feeds(few), strict=True)
         )
     )
     measured = JobProfile(
         sizes=sizes,
         chains=chains,
-        frozen_s={name: tuple(row) for name, row in frozen_rows.items()},
+        frozen_s={name: tuple(each.frozen_s[name] for each in timings) for name in job.components},
         frozen_outputs={component: tuple(part) for component, part in outputs.items()},
         frozen_bytes={key: math.ceil(t.nbytes / num_rows) for key, t in values.items()},
         frozen_parameter_bytes={
-            component: _count_parameters({n: job.frozen[n] for n in names}, few, draw)
-            for component, names in job.components.items()
+            component: _count_parameters(job.list_functions(component), few, draw)
+            for component in job.components
         },
-        step_s_per_byte=_time_optimizer(_find_device(job)),
+        step_s_per_byte=_time_optimizer(device),
         self_conditioning=job.self_conditioning,
-        device=_name_device(_find_device(job)),
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         num_ranks=1,
     )
     return _agree(measured)
 
 
-def _time_encode(
-    job: Job, component: str, rows: Batch, draw: Draw, repeats: int
-) -> tuple[float, dict[str, Tensor]]:
-    device = _find_device(job)
-    runs = [_timed(lambda: job.encode(component, rows, draw), device) for _ in range(repeats)]
-    return statistics.median(seconds for seconds, _ in runs), runs[-1][1]
+class _Timing(NamedTuple):
+    """Median seconds of some samples: by component; by backbone and layer."""
+
+    frozen_s: dict[str, float]
+    forward_s: list[list[float]]
+    backward_s: list[list[float]]
+
+
+def _time_size(job: Job, rows: Batch, repeats: int, device: torch.device) -> _Timing:
+    draw = Draw(0, 0, range(count_rows(rows)))
+    frozen_s: dict[str, float] = {}
+    values: dict[str, Tensor] = {}
+    for name in job.components:
+        runs = [_time_run(partial(job.encode, name, rows, draw), device) for _ in range(repeats)]
+        frozen_s[name] = statistics.median(seconds for seconds, _ in runs)
+        values |= runs[-1][1]
+    forward_s, backward_s = [], []
+    for chain, prepared in zip(job.chains, job.prepare(rows, values, draw), strict=True):
+        passes = [_time_layers(chain, prepared, device) for _ in range(repeats)]
+        forward_s.append(_median([forwards for forwards, _ in passes]))
+        backward_s.append(_median([backwards for _, backwards in passes]))
+    return _Timing(frozen_s, forward_s, backward_s)
 
 
 def _count_parameters(frozen: Frozen, rows: Batch, draw: Draw) -> int:
@@ -132,29 +136,28 @@ def _count_parameters(frozen: Frozen, rows: Batch, draw: Draw) -> int:
     return sum({id(parameter): parameter.nbytes for parameter in used}.values())
 
 
-def _time_layers(chain: Chain, prepared: Prepared) -> tuple[list[float], list[float]]:
+def _time_layers(
+    chain: Chain, prepared: Prepared, device: torch.device
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Seconds of each layer's forward and backward."""
     values: dict[str, Tensor] = dict(prepared.state)
     graphs: list[tuple[dict[str, Tensor], dict[str, Tensor]]] = []
-    forwards, backwards = [], [0.0] * len(chain)
-    device = next(chain.model.parameters()).device
+    forwards, backwards = [], []
     with _keep_gradients(chain.model):
         for index, layer in enumerate(chain.layers):
             # Cut off from the layers before, as at a stage's border.
             read = {
                 k: values[k].detach().requires_grad_(values[k].requires_grad) for k in layer.reads
             }
-            seconds, written = _timed(lambda i=index, r=read: chain.run_layer(i, r), device)
+            seconds, written = _time_run(partial(chain.run_layer, index, read), device)
             forwards.append(seconds)
             values.update(written)
             graphs.append((read, written))
         gradients: dict[str, Tensor] = {OUTPUT: torch.ones_like(values[OUTPUT])}
-        for index in reversed(range(len(chain))):
-            read, written = graphs.pop()
-            backwards[index], _ = _timed(
-                lambda r=read, w=written: _go_back(r, w, gradients), device
-            )
-    return forwards, backwards
+        for read, written in reversed(graphs):
+            seconds, _ = _time_run(partial(_go_back, read, written, gradients), device)
+            backwards.append(seconds)
+    return tuple(forwards), tuple(reversed(backwards))
 
 
 def _go_back(
@@ -196,7 +199,7 @@ def _time_optimizer(device: torch.device) -> float:
     parameter = nn.Parameter(torch.zeros(_STEP_NUMBERS, device=device))
     parameter.grad = torch.ones_like(parameter)
     optimizer = torch.optim.AdamW([parameter], 1e-4)
-    runs = [_timed(optimizer.step, device)[0] for _ in range(_REPEATS)]
+    runs = [_time_run(optimizer.step, device)[0] for _ in range(_REPEATS)]
     return statistics.median(runs) / parameter.nbytes
 
 
@@ -204,10 +207,10 @@ def _agree(measured: JobProfile) -> JobProfile:
     """Takes the median of times over all ranks, where there are several."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return measured
-    profiles: list[JobProfile | None] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(profiles, measured)
-    ranks = [one for one in profiles if one is not None]
-    if any(one.sizes != measured.sizes or one.layers != measured.layers for one in ranks):
+    gathered: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(gathered, measured)
+    ranks: list[JobProfile] = gathered
+    if any(each.sizes != measured.sizes or each.layers != measured.layers for each in ranks):
         raise ConfigError(
             "profile: expected the same job and sizes on every rank, got different ones; do hand "
             "over the same model and batch everywhere"
@@ -215,28 +218,30 @@ def _agree(measured: JobProfile) -> JobProfile:
     chains = tuple(
         replace(
             chain,
-            forward_s=_median([one.chains[index].forward_s for one in ranks]),
-            backward_s=_median([one.chains[index].backward_s for one in ranks]),
+            forward_s=_median([each.chains[index].forward_s for each in ranks]),
+            backward_s=_median([each.chains[index].backward_s for each in ranks]),
         )
         for index, chain in enumerate(ranks[0].chains)
     )
-    frozen_s = {name: _median([one.frozen_s[name] for one in ranks]) for name in measured.frozen_s}
     return replace(
         ranks[0],
         chains=chains,
-        frozen_s=frozen_s,
-        step_s_per_byte=_median([one.step_s_per_byte for one in ranks]),
+        frozen_s={
+            name: _median([each.frozen_s[name] for each in ranks]) for name in measured.frozen_s
+        },
+        step_s_per_byte=_median([each.step_s_per_byte for each in ranks]),
         num_ranks=len(ranks),
     )
 
 
 def _median(tables: list[Any]) -> Any:
+    """The median of numbers, or of tuples of them, place by place."""
     if isinstance(tables[0], tuple):
         return tuple(_median(list(rows)) for rows in zip(*tables, strict=True))
     return statistics.median(tables)
 
 
-def _timed(run: Callable[[], Result], device: torch.device) -> tuple[float, Result]:
+def _time_run(run: Callable[[], Result], device: torch.device) -> tuple[float, Result]:
     _wait_for(device)
     started = time.perf_counter()
     result = run()
@@ -264,7 +269,3 @@ def _keep_gradients(model: nn.Module) -> Iterator[None]:
 
 def _find_device(job: Job) -> torch.device:
     return next(job.chains[0].model.parameters()).device
-
-
-def _name_device(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

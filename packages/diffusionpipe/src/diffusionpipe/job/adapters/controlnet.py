@@ -13,28 +13,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from diffusionpipe.job.adapters.unet import build_tail, cut_head
-from diffusionpipe.job.adapters.unet_steps import (
-    EMBEDDING,
-    TEXT,
-    Step,
-    build_layer,
-    embed,
-    embedding_modules,
-    embedding_reads,
-    list_block_steps,
-    list_middle_steps,
-    refuse_uneven,
-)
-from diffusionpipe.job.layers import Layer, State, keep_modules
-from shared.errors import ConfigError
+from diffusionpipe.job.adapters.unet import EMBEDDING, TEXT, cut_front, cut_unet
+from diffusionpipe.job.batches import flatten
+from diffusionpipe.job.layers import Layer, State
 
 __all__ = ["ControlledUNet", "cut_controlled"]
 
-_CONDITION = "controlnet_cond"
 # Argument that takes what the locked half computed.
 _LOCKED = "locked"
 
@@ -51,12 +37,6 @@ class ControlledUNet(nn.Module):
         super().__init__()
         self.controlnet: Any = controlnet
         self.unet: Any = unet.requires_grad_(False)
-        settings: Any = controlnet.config
-        if settings.global_pool_conditions or getattr(unet, "encoder_hid_proj", None) is not None:
-            raise ConfigError(
-                "expected a ControlNet without global_pool_conditions and a U-Net without "
-                "encoder_hid_proj, got one with; do hand over a list of layers"
-            )
 
     @property
     def config(self) -> Any:
@@ -95,27 +75,8 @@ class ControlledUNet(nn.Module):
             **common,
         )[0]
 
-    def run_locked(self, state: State) -> dict[str, Any]:
-        """Runs the U-Net's first half.
-
-        Args:
-            state: its arguments, flat.
-
-        Returns:
-            The time embedding "emb", the "skips" and the result of the "middle".
-        """
-        begun = cut_head(self.unet).call(state)
-        hidden, emb = begun["h0"], begun[EMBEDDING]
-        skips = [hidden]
-        for step in _list_down_steps(self.unet):
-            hidden = step.run(hidden, emb, state[TEXT] if step.reads_text else None)
-            skips.append(hidden)
-        for step in list_middle_steps(self.unet):
-            hidden = step.run(hidden, emb, state[TEXT] if step.reads_text else None)
-        return {"emb": emb, "skips": tuple(skips), "middle": hidden}
-
     def lock(self, noising: Any) -> Callable[[Any, Mapping[str, Any], Any], dict[str, Any]]:
-        """Makes the frozen function "locked" of a job.
+        """Makes the frozen function "locked" of a job, which runs the U-Net's first half.
 
         Args:
             noising: what a loss of `diffusionpipe.losses` returns first, with
@@ -124,20 +85,19 @@ class ControlledUNet(nn.Module):
         Returns:
             A function of (batch, frozen, draw), to be declared behind those it needs.
         """
-        arguments = {
-            key: name for key, name in noising.arguments.items() if key not in (_LOCKED, _CONDITION)
-        }
-        channels = self.config.in_channels
-        inner = replace(noising, arguments=arguments, num_channels=channels)
+        arguments = {key: name for key, name in noising.arguments.items() if key != _LOCKED}
+        inner = replace(noising, arguments=arguments, num_channels=self.config.in_channels)
+        front, _ = cut_front(self.unet)
 
-        def run(batch: Any, frozen: Mapping[str, Any], draw: Any) -> dict[str, Any]:
-            made = inner(batch, frozen, draw)
-            added = made.pop("added_cond_kwargs", {})
-            return self.run_locked(
-                {**made, **{f"added_cond_kwargs.{key}": value for key, value in added.items()}}
-            )
+        def run_locked(batch: Any, frozen: Mapping[str, Any], draw: Any) -> dict[str, Tensor]:
+            made = {k: v for k, v in inner(batch, frozen, draw).items() if k != "target"}
+            state = {k: t for name, value in made.items() for k, t in flatten(name, value).items()}
+            values: dict[str, Tensor] = {}
+            for layer in front:
+                values |= layer.call(state | values)
+            return values
 
-        return run
+        return run_locked
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Saves the ControlNet's folder."""
@@ -146,88 +106,53 @@ class ControlledUNet(nn.Module):
 
 def cut_controlled(model: ControlledUNet) -> tuple[nn.Module, list[Layer], set[str]]:
     """Cuts a ControlNet, and the second half of its U-Net."""
-    control, unet = model.controlnet, model.unet
-    layers = [_cut_control_head(control)]
-    for index, step in enumerate(_list_down_steps(control), 1):
-        inner = build_layer(step, f"c{index - 1}", f"c{index}", TEXT)
-        layers.append(_add_exit(inner, control.controlnet_down_blocks[index], index))
-    num_skips = len(layers)
-    for step in list_middle_steps(control):
-        layers.append(
-            _add_middle(
-                build_layer(step, f"c{num_skips - 1}", "c", TEXT), control.controlnet_mid_block
-            )
-        )
-    skips = list(range(num_skips))
-    hidden = "h0"
-    for index, block in enumerate(unet.up_blocks):
-        for step in list_block_steps(block, f"up{index}"):
-            number = skips.pop() if step.is_pair else None
-            skip = () if number is None else (f"{_LOCKED}.skips.{number}", f"control{number}")
-            written = f"h{len(layers) - num_skips}"
-            layers.append(build_layer(step, hidden, written, TEXT, skip, f"{_LOCKED}.emb"))
-            hidden = written
-    layers.append(build_tail(unet, hidden))
+    control = model.controlnet
+    front, _ = cut_front(control)
+    *steps, middle = front
+    exits = zip(steps, control.controlnet_down_blocks, strict=True)
+    layers = [_add_exit(layer, block, f"control{i}") for i, (layer, block) in enumerate(exits)]
+    layers.append(_join_middle(middle, control.controlnet_mid_block))
+    _, locked, _ = cut_unet(model.unet)
+    layers += [_join_control(layer) for layer in locked[len(front) :]]
     return model, layers, {EMBEDDING}
 
 
-def _list_down_steps(model: Any) -> list[Step]:
-    return [
-        step
-        for index, block in enumerate(model.down_blocks)
-        for step in list_block_steps(block, f"down{index}")
-    ]
+def _add_exit(layer: Layer, block: nn.Module, written: str) -> Layer:
+    """Lets a layer of the ControlNet write what it adds to the U-Net's skip too."""
+    hidden = layer.writes[0]
+
+    def call(state: State) -> dict[str, Tensor]:
+        values = layer.call(state)
+        return {**values, written: block(values[hidden])}
+
+    writes = (hidden, written, *layer.writes[1:])
+    return replace(layer, call=call, writes=writes, modules=(*layer.modules, block))
 
 
-def _cut_control_head(control: Any) -> Layer:
-    is_reversed = control.config.controlnet_conditioning_channel_order == "bgr"
-
-    def run_head(state: State) -> dict[str, Tensor]:
-        refuse_uneven(control, state["sample"])
-        condition = state[_CONDITION]
-        if is_reversed:
-            condition = torch.flip(condition, dims=[1])
-        hidden = control.conv_in(state["sample"]) + control.controlnet_cond_embedding(condition)
-        exit_value = control.controlnet_down_blocks[0](hidden)
-        return {"c0": hidden, "control0": exit_value, EMBEDDING: embed(control, state)}
-
-    modules = keep_modules(
-        control.conv_in,
-        control.controlnet_cond_embedding,
-        control.controlnet_down_blocks[0],
-        *embedding_modules(control),
-    )
-    reads = (*embedding_reads(control), _CONDITION)
-    return Layer("head", run_head, reads, ("c0", "control0", EMBEDDING), modules)
-
-
-def _add_exit(layer: Layer, exit_block: nn.Module, index: int) -> Layer:
-    """Lets a step of the ControlNet write what it adds to the U-Net's skip too."""
-    hidden, written = layer.writes[0], f"control{index}"
-
-    def call(inner: Callable[[State], dict[str, Tensor]], state: State) -> dict[str, Tensor]:
-        values = inner(state)
-        return {**values, written: exit_block(values[hidden])}
-
-    return replace(
-        layer,
-        call=partial(call, layer.call),
-        writes=(hidden, written),
-        modules=(*layer.modules, exit_block),
-    )
-
-
-def _add_middle(layer: Layer, exit_block: nn.Module) -> Layer:
+def _join_middle(layer: Layer, block: nn.Module) -> Layer:
     """Adds the middle of the ControlNet to that of the locked half."""
-    locked = f"{_LOCKED}.middle"
+    (hidden,) = layer.writes
+    locked = f"{_LOCKED}.{hidden}"
 
-    def call(inner: Callable[[State], dict[str, Tensor]], state: State) -> dict[str, Tensor]:
-        return {"h0": state[locked] + exit_block(inner(state)[layer.writes[0]])}
+    def call(state: State) -> dict[str, Tensor]:
+        return {hidden: state[locked] + block(layer.call(state)[hidden])}
 
-    return replace(
-        layer,
-        call=partial(call, layer.call),
-        reads=(*layer.reads, locked),
-        writes=("h0",),
-        modules=(*layer.modules, exit_block),
-    )
+    return replace(layer, call=call, reads=(*layer.reads, locked), modules=(*layer.modules, block))
+
+
+def _join_control(layer: Layer) -> Layer:
+    """Lets a layer of the U-Net's second half read the locked embedding, and sums for its skip."""
+    hidden, *others = layer.reads
+    skips = {key: (f"{_LOCKED}.{key}", f"control{key[1:]}") for key in others if key[0] == "h"}
+    times = {key: f"{_LOCKED}.{key}" for key in others if key == EMBEDDING}
+    kept = tuple(key for key in others if key not in skips and key not in times)
+    call = partial(_call_joined, layer, skips, times)
+    reads = (hidden, *kept, *times.values(), *(key for pair in skips.values() for key in pair))
+    return replace(layer, call=call, reads=reads)
+
+
+def _call_joined(
+    layer: Layer, skips: dict[str, tuple[str, str]], times: dict[str, str], state: State
+) -> dict[str, Tensor]:
+    sums = {key: state[locked] + state[control] for key, (locked, control) in skips.items()}
+    return layer.call({**state, **sums, **{key: state[locked] for key, locked in times.items()}})

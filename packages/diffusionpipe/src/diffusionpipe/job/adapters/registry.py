@@ -27,8 +27,8 @@ for _name, _entry, _about in (
     ("FluxTransformer2DModel", "flux:cut_flux", "Flux.1"),
     ("DiTTransformer2DModel", "dit:cut_dit", "DiT"),
     ("ControlledUNet", "controlnet:cut_controlled", "a ControlNet with its locked U-Net"),
-    ("ModuleList", "plain:cut_list", "modules in a row, or layers of your own"),
-    ("list", "plain:cut_list", "modules in a row, or layers of your own"),
-    ("tuple", "plain:cut_list", "modules in a row, or layers of your own"),
+    ("ModuleList", "lists:cut_list", "modules in a row, or layers of your own"),
+    ("list", "lists:cut_list", "modules in a row, or layers of your own"),
+    ("tuple", "lists:cut_list", "modules in a row, or layers of your own"),
 ):
     ADAPTERS.add(_name, f"{_HOME}.{_entry}", _about)

@@ -29,36 +29,32 @@ def find_feeds(job: Any, batch: Batch) -> tuple[dict[str, tuple[str, ...]], ...]
         For each backbone, names of frozen outputs by input key and "target".
     """
     draw = Draw(0, 0, range(count_rows(batch)))
-    values: dict[str, Tensor] = {}
-    for component in job.components:
-        values |= job.encode(component, batch, draw)
+    values = job.encode_all(batch, draw)
     if job.self_conditioning:
         with torch.no_grad():
-            prepared = job.prepare(batch, values, draw)[0]
+            (prepared,) = job.prepare(batch, values, draw)
             values[ESTIMATE] = job.chains[0].run(prepared.state)[OUTPUT]
-    reference = _flatten_all(job.prepare(batch, values, draw))
-    feeds: tuple[dict[str, list[str]], ...] = tuple({key: [] for key in r} for r in reference)
+
+    def prepare(values: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+        made = job.prepare(batch, values, draw)
+        return [{**one.state, **flatten("target", one.target)} for one in made]
+
+    reference = prepare(values)
+    feeds: tuple[dict[str, dict[str, None]], ...] = tuple(
+        {_name(key): {} for key in (*one, "target")} for one in reference
+    )
     for name, value in values.items():
-        changed = _flatten_all(job.prepare(batch, {**values, name: _change(value)}, draw))
+        changed = prepare({**values, name: _change(value)})
         for before, after, table in zip(reference, changed, feeds, strict=True):
-            for key, names in table.items():
-                if not _is_same(before[key], after[key]):
-                    names.append(name)
+            for key in before:
+                if not torch.equal(before[key], after[key]):
+                    table[_name(key)][name] = None
     return tuple({key: tuple(names) for key, names in table.items()} for table in feeds)
 
 
-def _flatten_all(prepared: tuple[Any, ...]) -> list[dict[str, list[Tensor]]]:
-    return [
-        {
-            **{key: [tensor] for key, tensor in one.state.items()},
-            "target": list(flatten("target", one.target).values()),
-        }
-        for one in prepared
-    ]
-
-
-def _is_same(before: list[Tensor], after: list[Tensor]) -> bool:
-    return len(before) == len(after) and all(map(torch.equal, before, after))
+def _name(key: str) -> str:
+    """Parts of a target count together."""
+    return "target" if key.startswith("target.") else key
 
 
 def _change(value: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from diffusionpipe.job.batches import Batch
 from diffusionpipe.job.chain import Chain, chain
 from diffusionpipe.job.losses import Noising, epsilon, flow, velocity
-from diffusionpipe.job.pipelines.packing import PackedNoising
+from diffusionpipe.job.pipelines.packing import pack_inputs
 from shared.errors import ConfigError, DataError
 from shared.registry import Registry
 
@@ -31,12 +31,8 @@ def describe_pipeline(pipeline: Any) -> Parts:
     Raises:
         ConfigError: another kind of pipeline, or a prediction that is not known here.
     """
-    for base in type(pipeline).__mro__:
-        if base.__name__ in PIPELINES:
-            break
-    else:
-        PIPELINES.check(type(pipeline).__name__)
-        raise AssertionError("a registered pipeline was found above")
+    names = [base.__name__ for base in type(pipeline).__mro__ if base.__name__ in PIPELINES]
+    describe = PIPELINES.get(names[0] if names else type(pipeline).__name__)
     for name, part in pipeline.components.items():
         is_encoder = name == "vae" or name.startswith("text_encoder")
         if is_encoder and isinstance(part, nn.Module):
@@ -44,36 +40,35 @@ def describe_pipeline(pipeline: Any) -> Parts:
             # Some trainable weights among fixed ones are an adapter, which `Job.check` refuses.
             if all(parameter.requires_grad for parameter in part.parameters()):
                 part.requires_grad_(False)
-    return PIPELINES.get(base.__name__)(pipeline)
+    return describe(pipeline)
 
 
 def _describe_stable_diffusion(pipeline: Any) -> Parts:
     frozen = _list_frozen(pipeline, ("states", ""), do_classifier_free_guidance=False)
-    inputs, loss = _predict_noise(pipeline)
-    return chain(pipeline.unet), frozen, inputs, loss
+    return chain(pipeline.unet), frozen, *_predict_noise(pipeline)
 
 
 def _describe_xl(pipeline: Any) -> Parts:
     names = ("states", "", "pooled", "")
     frozen = _list_frozen(pipeline, names, do_classifier_free_guidance=False)
     added = {"text_embeds": "text.pooled", "time_ids": _list_image_sizes}
-    inputs, loss = _predict_noise(pipeline, added_cond_kwargs=added)
-    return chain(pipeline.unet), frozen, inputs, loss
+    return chain(pipeline.unet), frozen, *_predict_noise(pipeline, added_cond_kwargs=added)
 
 
 def _describe_sd3(pipeline: Any) -> Parts:
     names = ("states", "", "pooled", "")
     options = {"prompt_2": None, "prompt_3": None, "do_classifier_free_guidance": False}
     frozen = _list_frozen(pipeline, names, **options)
-    inputs, loss = _predict_flow(pipeline, pooled_projections="text.pooled")
-    return chain(pipeline.transformer), frozen, inputs, loss
+    return chain(pipeline.transformer), frozen, *_predict_flow(pipeline)
 
 
 def _describe_flux(pipeline: Any) -> Parts:
     frozen = _list_frozen(pipeline, ("states", "pooled", ""), prompt_2=None)
-    inputs, loss = _predict_flow(pipeline, pooled_projections="text.pooled")
-    packed = PackedNoising(inputs, has_guidance=pipeline.transformer.config.guidance_embeds)
-    return chain(pipeline.transformer), frozen, packed, loss
+    noising, loss = _predict_flow(pipeline)
+    backbone = chain(pipeline.transformer)
+    bound = noising.bind(backbone, has_estimate=False)
+    inputs = pack_inputs(bound, has_guidance=pipeline.transformer.config.guidance_embeds)
+    return backbone, frozen, inputs, loss
 
 
 PIPELINES: Registry[str, Callable[[Any], Parts]] = Registry("pipeline")
@@ -94,15 +89,24 @@ def _list_frozen(
         **options: further arguments of encode_prompt.
     """
     vae = pipeline.vae
+    encoders = [part for name, part in pipeline.components.items() if name.startswith("text_enc")]
 
     def encode_pixels(batch: Batch) -> Tensor:
-        pixels = _find(batch, "pixels")
+        pixels = torch.as_tensor(_find(batch, "pixels"))
+        if pixels.ndim != 4 or pixels.shape[1] != 3 or not pixels.is_floating_point():
+            raise DataError(
+                "batch['pixels']: expected floats from -1 to 1 of shape [num_samples, 3, rows, "
+                f"columns], got {pixels.dtype} {list(pixels.shape)}; do convert images, as by "
+                "pixels.permute(0, 3, 1, 2) / 127.5 - 1"
+            )
         return vae.encode(pixels.to(vae.device, vae.dtype)).latent_dist.parameters
 
     def encode_captions(batch: Batch) -> dict[str, Tensor]:
-        captions = list(_find(batch, "captions"))
+        captions = [_check_caption(caption) for caption in _find(batch, "captions")]
+        # A rank that encodes no pixels has no weights of the VAE.
+        device = next(encoder.device for encoder in encoders if encoder is not None)
         encoded = pipeline.encode_prompt(
-            captions, device=vae.device, num_images_per_prompt=1, **options
+            captions, device=device, num_images_per_prompt=1, **options
         )
         return {name: value for name, value in zip(names, encoded, strict=True) if name}
 
@@ -127,7 +131,7 @@ def _predict_noise(pipeline: Any, **arguments: Any) -> tuple[Noising, Callable[.
     )
 
 
-def _predict_flow(pipeline: Any, **arguments: Any) -> tuple[Noising, Callable[..., Any]]:
+def _predict_flow(pipeline: Any) -> tuple[Noising, Callable[..., Any]]:
     config = pipeline.vae.config
     return flow(
         pipeline.scheduler,
@@ -135,7 +139,7 @@ def _predict_flow(pipeline: Any, **arguments: Any) -> tuple[Noising, Callable[..
         text="text.states",
         scaling=config.scaling_factor,
         shift=config.shift_factor or 0.0,
-        **arguments,
+        pooled_projections="text.pooled",
     )
 
 
@@ -145,6 +149,15 @@ def _list_image_sizes(batch: Batch, frozen: Mapping[str, Any]) -> Tensor:
     rows, columns = _find(batch, "pixels").shape[-2:]
     sizes = torch.tensor([rows, columns, 0, 0, rows, columns], device=states.device)
     return sizes.to(states.dtype).repeat(len(states), 1)
+
+
+def _check_caption(caption: Any) -> str:
+    if not isinstance(caption, str):
+        raise DataError(
+            f"batch['captions']: expected texts, got {type(caption).__name__} {caption!r}; do hand "
+            "over texts, which the pipeline's tokenizers cut and pad"
+        )
+    return str(caption)
 
 
 def _find(batch: Batch, name: str) -> Any:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,40 +13,36 @@ from diffusionpipe.job.batches import Batch
 from diffusionpipe.job.draws import Draw
 from diffusionpipe.job.losses import Noising
 
-__all__ = ["PackedNoising", "pack_latents"]
+__all__ = ["pack_inputs", "pack_latents"]
 
 # How strongly a distilled backbone shall follow texts; 1 while it is trained.
 _GUIDANCE = 1.0
 
 
-@dataclass(frozen=True)
-class PackedNoising:
-    """Inputs of Flux: what `Noising` makes, as tokens.
+def pack_inputs(noising: Noising, *, has_guidance: bool) -> Callable[..., dict[str, Any]]:
+    """Makes inputs of Flux: what a bound `Noising` makes, as tokens.
 
-    Attributes:
+    Args:
         noising: makes noisy latents, target and times.
         has_guidance: whether the backbone reads a strength of guidance.
     """
 
-    noising: Noising
-    has_guidance: bool
-
-    def __call__(self, batch: Batch, frozen: Mapping[str, Any], draw: Draw) -> dict[str, Any]:
-        """Makes the backbone's keyword arguments, and the target."""
+    def make_inputs(batch: Batch, frozen: Mapping[str, Any], draw: Draw) -> dict[str, Any]:
         # Latents come as a distribution, so half of the channels are means.
-        noising = replace(self.noising, num_channels=frozen["latents"].shape[1] // 2)
-        made = noising(batch, frozen, draw)
-        noisy = made.pop(noising.sample)
+        channels = frozen["latents"].shape[1] // 2
+        made = replace(noising, num_channels=channels)(batch, frozen, draw)
+        noisy, states = made[noising.sample], made["encoder_hidden_states"]
         rows, columns = (size // 2 for size in noisy.shape[-2:])
-        states = made["encoder_hidden_states"]
-        made["hidden_states"] = pack_latents(noisy)
+        made[noising.sample] = pack_latents(noisy)
         made["target"] = pack_latents(made["target"])
         made["timestep"] = made["timestep"] / noising.scheduler.config.num_train_timesteps
         made["txt_ids"] = states.new_zeros(states.shape[1], 3)
         made["img_ids"] = _list_positions(rows, columns, states)
-        if self.has_guidance:
+        if has_guidance:
             made["guidance"] = noisy.new_full((len(noisy),), _GUIDANCE)
         return made
+
+    return make_inputs
 
 
 def pack_latents(latents: Tensor) -> Tensor:

@@ -41,8 +41,7 @@ def cut_list(entries: Sequence[Any] | nn.ModuleList) -> tuple[nn.Module, list[La
         written = OUTPUT if index == len(entries) - 1 else f"h{index}"
         layers.append(_wrap_module(module, str(index), hidden, written))
         hidden = written
-    model = entries if isinstance(entries, nn.ModuleList) else nn.ModuleList(entries)
-    return model, layers, set()
+    return nn.ModuleList(entries), layers, set()
 
 
 def _wrap_module(module: nn.Module, name: str, hidden: str, written: str) -> Layer:
