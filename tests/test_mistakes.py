@@ -12,13 +12,25 @@ from pathlib import Path
 import pytest
 
 PROGRAMS = {
-    "adaqp": "adaqp", "bytecheckpoint": "bytecheckpoint", "gnnflow": "gnnflow", "heta": "heta",
-    "hybridflow": "hybridflow", "hydraulis": "hydraulis", "llmpq": "llmpq", "memo": "memo",
+    "adaqp": "adaqp", "bytecheckpoint": "bytecheckpoint", "diffusionpipe": "diffusionpipe",
+    "gnnflow": "gnnflow", "heta": "heta", "hybridflow": "hybridflow", "hydraulis": "hydraulis", "llmpq": "llmpq", "memo": "memo",
     "mspipe": "mspipe", "qsync": "qsync", "swift": "meshyard-swift",
 }  # fmt: skip
 # A file of the user's by the package that reads it: its name, what it should hold, the command.
 FILES = [
     ("adaqp", "graph.npz", "a graph", ["partition", "FILE", "--out", "DIR/parts"]),
+    (
+        "diffusionpipe",
+        "profile.json",
+        "a profile",
+        ["plan", "--profile", "FILE", "--cluster", "DIR/cluster.yaml", "--batch-size", "8"],
+    ),
+    (
+        "diffusionpipe",
+        "plan.json",
+        "a plan",
+        ["trace", "--plan", "FILE", "--cluster", "DIR/cluster.yaml"],
+    ),
     ("gnnflow", "events.csv", "a table", ["info", "FILE"]),
     ("heta", "graph.yaml", "a graph's tables as YAML", ["plan", "FILE"]),
     ("heta", "recipe.yaml", "a recipe as YAML", ["train", "parts", "--recipe", "FILE"]),

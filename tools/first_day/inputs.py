@@ -15,6 +15,48 @@ hosts:
 - name: here
   devices: [{like: CPU, name: mine, memory_bytes: 1e8}, {like: CPU, name: mine, memory_bytes: 1e8}]
 """
+# Jobs for `diffusionpipe profile --build`, the first of which is right.
+_JOBS = """
+import torch
+from torch import nn
+
+import diffusionpipe as dp
+
+
+def make(layers, **frozen):
+    frozen = {"z": lambda batch: batch["x"] * 2} | frozen
+
+    def inputs(batch, frozen, draw):
+        return {"sample": frozen["z"], "target": batch["x"]}
+
+    def loss(output, target):
+        return (output - target).square().flatten(1).mean(1)
+
+    return dp.Job(dp.chain(layers), frozen, inputs, loss), [{"x": torch.randn(8, 4)}] * 8
+
+
+def train_alone():
+    return make([nn.Linear(4, 4), nn.Tanh()])
+
+
+def hand_over_a_unet():
+    from diffusionpipe.data import build_unet
+
+    return dp.Job.from_pipeline(build_unet((8, 16), text_dim=8, sample_size=8)), []
+
+
+def use_batch_norm():
+    return make([nn.Linear(4, 4), nn.BatchNorm1d(4)])
+
+
+def freeze_nothing():
+    linear = nn.Linear(4, 4)
+    return make([linear, nn.Tanh()], tied=lambda batch: linear(batch["x"]))
+
+
+def mix_samples():
+    return make([nn.Linear(4, 4)], mean=lambda batch: batch["x"] - batch["x"].mean(0))
+"""
 
 
 def write_inputs(folder: Path) -> None:
@@ -22,6 +64,7 @@ def write_inputs(folder: Path) -> None:
     script = _ROOT / "packages/swift/examples/train_replicas.py"
     (folder / "train.py").write_text(script.read_text(encoding="utf-8"), encoding="utf-8")
     (folder / "cluster.yaml").write_text(_CLUSTER)
+    (folder / "jobs.py").write_text(_JOBS)
     _write_events(folder)
     _write_visits(folder)
     _write_graph(folder / "graph.npz")

@@ -143,6 +143,47 @@ MISTAKES: dict[str, list[Mistake]] = {
         ("PROG train events.csv --place tcp://127.0.0.1:9", 1, "127.0.0.1:9"),
         ("PROG plan --stages 1,2", 1, "memory, train, write), got 2; give all five"),
     ],
+    "diffusionpipe": [
+        (
+            "PROG profile --build build",
+            1,
+            "build: expected module:function or file.py:function that",
+        ),
+        ("PROG profile --build nowhere.py:build", 1, "build: expected module:function or file.py"),
+        ("PROG profile --bulid jobs.py:use_batch_norm", 2, "Perhaps you meant"),
+        ("PROG profile --build jobs.py:hand_over_a_unet", 1, "pipeline: expected one of Stable"),
+        (
+            "PROG profile --build jobs.py:use_batch_norm",
+            1,
+            "expected no BatchNorm in training mode",
+        ),
+        (
+            "PROG profile --build jobs.py:freeze_nothing",
+            1,
+            "expected a function without weights that",
+        ),
+        ("PROG profile --build jobs.py:mix_samples", 1, "expected row i to need row i only"),
+        (
+            "PROG plan --cluster nowhere.yaml --batch-size 16",
+            1,
+            "a cluster as YAML, there is nothing",
+        ),
+        ("PROG plan --cluster events.csv --batch-size 16", 1, "cluster: expected a mapping"),
+        (
+            "PROG plan --cluster cluster.yaml --batch-size 16 --num-micro-batches 3",
+            1,
+            "num_micro_batches: expected a divisor of batch_size 16, one of 1, 2, 4, 8, 16, got 3",
+        ),
+        ("PROG plan --cluster cluster.yaml --batch-size 16 --placement ring", 1, "got 'ring'"),
+        ("PROG plan --cluster cluster.yaml", 2, "--batch-size"),
+        ("PROG trace --cluster cluster.yaml --plan nowhere.json", 1, "expected a plan, there is"),
+        ("PROG train --build jobs.py:train_alone --num-steps 1", 1, "got one for 2; start as many"),
+        (
+            "PROG simulate --forward 1 1 --backward 2 --num-micro-batches 2",
+            1,
+            "forward_s, backward_s: expected",
+        ),
+    ],
     "qsync": [
         ("PROG plan --build build", 1, "build: expected module:function or file.py:function, got"),
         ("PROG plan --build nowhere.py:build", 1, "build: expected a function 'nowhere.py:build'"),

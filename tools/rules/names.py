@@ -76,6 +76,7 @@ EXPORTED_CLASHES = {
         "hybridflow": "a model that scores harm, and in `hybridflow.mapping` one of times"
     },
     "Engine": {
+        "diffusionpipe": "trains a job by a plan, one rank's part of it",
         "hybridflow": "starts ranks and runs tasks on them",
         "hydraulis": "trains a model on documents, a planned step at a time",
     },
