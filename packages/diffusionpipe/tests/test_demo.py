@@ -47,10 +47,10 @@ def test_sleeping_devices_are_right_near_the_prediction():
     claim = demo.judge_sleeping([1.0, 1.02], [1.4, 1.5], 0.98)
     assert claim.correct
     assert claim.ratio == pytest.approx((1.4 + 1.5 / 1.02) / 2)
-    assert not demo.judge_sleeping([1.0, 1.02], [1.4, 1.5], 0.6).correct
+    assert not demo.judge_sleeping([1.0, 1.02], [1.4, 1.5], 0.9).correct
 
 
-def test_frozen_parts_first_are_the_same_actions_in_another_order():
+def test_frozen_parts_first_are_even_shares_before_all_passes():
     from diffusionpipe.planner.search.search import plan as make_plan
 
     filled = make_plan(
@@ -58,11 +58,7 @@ def test_frozen_parts_first_are_the_same_actions_in_another_order():
         num_micro_batches=4, placement="chain",
     )  # fmt: skip
     first = demo.put_first(filled)
-    for ours, theirs in zip(first.order, filled.order, strict=True):
-        assert sorted(ours) == sorted(theirs)
-        kinds = [action.kind for action in ours]
-        assert "encode" not in kinds[kinds.index("forward") :]
-        passes = [action for action in theirs if action.kind != "encode"]
-        assert [action for action in ours if action.kind != "encode"] == passes
+    for rank, (ours, theirs) in enumerate(zip(first.order, filled.order, strict=True)):
+        assert ours[0] == Action("encode", name="z", samples=(16 * rank, 16 * (rank + 1)))
+        assert ours[1:] == tuple(action for action in theirs if action.kind != "encode")
     assert any("encode" in [a.kind for a in own[3:]] for own in filled.order)
-    assert Action("step") in first.order[0]

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diffusionpipe.planner.plan import Action
+from diffusionpipe.planner.traffic import join_ranges
 from diffusionpipe.runtime.instructions import (
     BackboneFlow,
     Dataflow,
     compile_programs,
-    join_ranges,
     scale_rows,
 )
 from shared.errors import ConfigError
@@ -189,18 +189,15 @@ def test_orders_whose_ranks_wait_for_each_other_are_refused():
 @pytest.mark.parametrize(
     ("edit", "told"),
     [
-        (lambda a: a.remove(Action("forward", 0, 1)), r"got backward of stage 0, micro-batch 1 as"),
+        (lambda a: a.remove(Action("forward", 0, 1)), r"got 0 x forward of stage 0, micro-batch 1"),
         (
             lambda a: a.remove(Action("backward", 0, 1)),
             r"got 0 x backward of stage 0, micro-batch 1",
         ),
         (lambda a: a.insert(0, Action("forward", 0, 1)), r"got 2 x forward of stage 0"),
         (lambda a: a.insert(0, Action("forward", 1, 1)), r"got 1 x forward of stage 1"),
-        (lambda a: a.insert(0, Action("backward", 0, 1)), r"got backward of stage 0, .* action 0"),
-        (lambda a: a.pop(), r"got .* as action \d+ of"),
-        (lambda a: a.append(Action("step")), r"got step as action"),
-        (lambda a: a.insert(0, Action("sum", 0)), r"got sum of stage 0 as action 0"),
-        (lambda a: a.clear(), r"expected a .* in 0 actions|got 0 x forward"),
+        (lambda a: a.insert(0, Action("backward", 0, 1)), r"got 2 x backward of stage 0"),
+        (lambda a: a.clear(), r"got 0 x forward of stage 0"),
         (
             lambda a: a.remove(Action("encode", name="z", samples=(2, 3))),
             r"each of 12 samples encoded once by z",
@@ -214,11 +211,3 @@ def test_orders_whose_ranks_wait_for_each_other_are_refused():
 def test_orders_that_leave_out_or_repeat_something_are_refused(edit, told):
     with pytest.raises(ConfigError, match=told):
         compile_programs(change(PLANS["chain of 2"](), 0, edit), make_flow())
-
-
-def test_a_replicated_stage_without_its_sum_is_refused():
-    plan = change(PLANS["data 2"](), 1, lambda a: a.remove(Action("sum", 0)))
-    with pytest.raises(
-        ConfigError, match=r"order\[1\]: expected a sum for .* \[0\] .* sums for \[\]"
-    ):
-        compile_programs(plan, make_flow())

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import json
+import math
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from diffusionpipe.runtime.stages.health import BadValues
 from shared.comms import Group, all_gather_v, all_reduce
 from shared.errors import CommError, DivergenceError
 
-__all__ = ["add_losses", "check_alike", "check_close", "exchange"]
+__all__ = ["add_losses", "check_alike", "check_batch", "check_close", "exchange", "sketch_batch"]
 
 _CLOSE = 1e-2
 """Ranks may compute with unlike processors and types of products, which round differently."""
+_SKETCHED = 4096
+"""Numbers of each tensor of a batch that its sketch depends on."""
+_CLOSE_SKETCH = 1e-3
+"""Processors that decode or resize unlike in their last bits have batches this close."""
 
 
 def exchange(group: Group | None, value: Any) -> list[Any]:
@@ -45,54 +52,119 @@ def check_alike(
         CommError: ranks differ in a fact, which is named with the ranks; or others cannot go on.
         Exception: `problem`, where there is one.
     """
-    told = exchange(group, {"facts": dict(facts), "problem": problem and str(problem)})
+    every = exchange(group, {"facts": dict(facts), "problem": problem and str(problem)})
     if problem is not None:
         raise problem
-    failed = [rank for rank, one in enumerate(told) if one["problem"]]
+    failed = [rank for rank, one in enumerate(every) if one["problem"]]
     if failed:
         raise CommError(
-            f"expected all ranks to be able to go on, got {told[failed[0]]['problem']!r} on the ranks "
-            f"{failed}; see what they raised"
+            f"expected all ranks to be able to go on, got {every[failed[0]]['problem']!r} on the "
+            f"ranks {failed}; see what they raised"
         )
-    for name, mine in told[0]["facts"].items():
-        unlike = [rank for rank, one in enumerate(told) if one["facts"].get(name) != mine]
+    for name, mine in every[0]["facts"].items():
+        unlike = [rank for rank, one in enumerate(every) if one["facts"].get(name) != mine]
         if unlike:
             raise CommError(
                 f"expected the same {name} on all ranks, got {_show(mine)} on rank 0 and "
-                f"{_show(told[unlike[0]]['facts'].get(name))} on the ranks {unlike}; start all ranks "
-                "with the same files and settings"
+                f"{_show(every[unlike[0]]['facts'].get(name))} on the ranks {unlike}; start all "
+                "ranks with the same files and settings"
             )
 
 
 def check_close(
-    group: Group | None, facts: Mapping[str, float], problem: Exception | None = None
+    group: Group | None, sizes: Mapping[str, float], problem: Exception | None = None
 ) -> None:
     """Checks that all ranks compute the same up to rounding, as `check_alike` does.
 
     Args:
         group: all ranks; None in one process.
-        facts: by name, mean sizes of values.
+        sizes: by name, mean sizes of values.
         problem: why this rank cannot go on, though others may.
 
     Raises:
-        CommError: ranks differ in a fact by more than a hundredth, which is named with the ranks; or
+        CommError: ranks differ in a size by more than a hundredth, which is named with the ranks; or
             others cannot go on.
         Exception: `problem`, where there is one.
     """
     check_alike(group, {}, problem)
-    told = exchange(group, dict(facts))
-    for name, mine in told[0].items():
+    every = exchange(group, dict(sizes))
+    for name, mine in every[0].items():
         unlike = [
             rank
-            for rank, one in enumerate(told)
+            for rank, one in enumerate(every)
             if abs(one[name] - mine) > _CLOSE * max(abs(mine), abs(one[name]))
         ]
         if unlike:
             raise CommError(
-                f"expected the same weights and first batch on all ranks, got {name} of mean size "
-                f"{mine:.4g} on rank 0 and {told[unlike[0]][name]:.4g} on the ranks {unlike}; load or "
-                "seed all models alike, and hand all ranks the same batches"
+                f"expected the same weights on all ranks, got {name} of mean size {mine:.4g} on rank "
+                f"0 and {every[unlike[0]][name]:.4g} on the ranks {unlike}; load or seed all models "
+                "alike"
             )
+
+
+def check_batch(
+    group: Group | None, step: int, batch: Mapping[str, Any] | None, num_rows: int
+) -> None:
+    """Checks that all ranks read the same batch, before any of it is computed or sent.
+
+    It takes one sum of four numbers. Batches that differ in few samples, or in what is neither a
+    number nor a text, may pass.
+
+    Args:
+        group: all ranks; None in one process.
+        step: that trains with the batch.
+        batch: this rank's; None behind its last one.
+        num_rows: its samples; 0 without a batch, -1 for a batch that this rank refuses.
+
+    Raises:
+        CommError: ranks differ; names the ranks that have another batch than rank 0.
+    """
+    if group is None:
+        return
+    sketch = 0.0 if batch is None else sketch_batch(batch)
+    mine = [float(num_rows), float(num_rows) ** 2, sketch, sketch**2]
+    told = torch.tensor(mine, dtype=torch.float64)
+    with group.ledger.phase(f"batch of step {step}"):
+        all_reduce(group, told)
+    count = group.world_size
+    rows, square_rows, sketches, square_sketches = told.tolist()
+    # Both are the count's square times a variance: 0 where all ranks have the same.
+    is_long = count * square_rows - rows**2 == 0
+    if is_long and count * square_sketches - sketches**2 <= (count - 1) * _CLOSE_SKETCH**2:
+        return
+    every = exchange(group, [num_rows, sketch])
+    unlike = [
+        rank
+        for rank, one in enumerate(every)
+        if one[0] != every[0][0] or abs(one[1] - every[0][1]) > _CLOSE_SKETCH
+    ]
+    counts = sorted({max(rows, 0) for rows, _ in every})
+    raise CommError(
+        f"batch of step {step}: expected the same batch on all ranks, got another one on the ranks "
+        f"{unlike} than on rank 0 (numbers of samples: {', '.join(map(str, counts))}); hand all ranks "
+        "the same batches, as shuffled by one seed"
+    )
+
+
+def sketch_batch(batch: Mapping[str, Any]) -> float:
+    """A number that unlike batches hardly share and that rounding hardly changes.
+
+    Of a tensor of floating-point numbers it is a projection of numbers spread over all of it; of other
+    tensors and of texts a checksum.
+    """
+    total = 0.0
+    for place, name in enumerate(sorted(batch), start=1):
+        value = batch[name]
+        is_numeric = getattr(getattr(value, "dtype", None), "kind", "") in set("biuf")
+        if is_numeric or isinstance(value, Tensor):
+            flat = torch.as_tensor(value).detach().reshape(-1)
+            spread = flat[:: max(1, len(flat) // _SKETCHED)].cpu()
+            is_real = spread.is_floating_point()
+            total += place * (_project(spread) if is_real else _sum_bytes(spread.numpy().tobytes()))
+        else:
+            known = (one for one in value if isinstance(one, str | int | float))
+            total += place * _sum_bytes("\n".join(map(str, known)).encode())
+    return total
 
 
 def add_losses(group: Group | None, step: int, loss: float, problems: Sequence[BadValues]) -> float:
@@ -102,13 +174,13 @@ def add_losses(group: Group | None, step: int, loss: float, problems: Sequence[B
         group: all ranks; None in one process.
         step: index of the step.
         loss: this rank's part.
-        problems: what this rank found that is not finite.
+        problems: values of this rank that are not finite.
 
     Returns:
         The loss, the same on every rank.
 
     Raises:
-        DivergenceError: a rank found something; names the stage that computed it first, and samples.
+        DivergenceError: a value is not finite; names the stage that computed it first, and samples.
         CommError: a peer died or the timeout passed.
     """
     # NaN spoils a sum, so problems are counted beside it.
@@ -118,7 +190,7 @@ def add_losses(group: Group | None, step: int, loss: float, problems: Sequence[B
             all_reduce(group, told)
     if not told[1] and told[0].isfinite():
         return float(told[0])
-    every = [BadValues(*one) for found in exchange(group, problems) for one in found]
+    every = [BadValues(*one) for own in exchange(group, problems) for one in own]
     raise DivergenceError(_describe(step, float(told[0]), every))
 
 
@@ -140,11 +212,23 @@ def _describe(step: int, loss: float, problems: Sequence[BadValues]) -> str:
         "backward": f"the gradients that stage {stage} sends back",
         "gradients": f"the parameters' gradients of stage {stage}",
     }[what]
-    told = f", samples {samples}" if samples else ""
+    rows = f", samples {samples}" if samples else ""
     return (
-        f"step {step}: expected finite numbers, got NaN or infinity in {where}{told}; no weight was "
+        f"step {step}: expected finite numbers, got NaN or infinity in {where}{rows}; no weight was "
         "changed: look at these samples, lower the learning rate or use a wider type"
     )
+
+
+def _project(values: Tensor) -> float:
+    numbers = torch.nan_to_num(values.double(), 0.5, 1e9, -1e9)
+    # Fractions of multiples of the golden ratio: spread evenly, and no two are alike.
+    weights = torch.arange(1, len(numbers) + 1, dtype=torch.float64).mul(0.6180339887498949).frac()
+    norm = float(numbers.norm())
+    return float((weights - 0.5) @ numbers) / max(norm, 1e-30) + math.log1p(norm)
+
+
+def _sum_bytes(content: bytes) -> float:
+    return zlib.crc32(content) / 2**32
 
 
 def _show(value: Any) -> str:

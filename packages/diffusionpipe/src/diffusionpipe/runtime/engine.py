@@ -10,30 +10,30 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from diffusionpipe.job.draws import decide
-from diffusionpipe.job.job import Job
+from diffusionpipe.job.job import Batch, Job
 from diffusionpipe.planner.plan import Plan
-from diffusionpipe.runtime.agreement import add_losses, check_alike, check_close
+from diffusionpipe.runtime.agreement import add_losses, check_alike, check_batch, check_close
 from diffusionpipe.runtime.checkpoint import load_state, save_state
 from diffusionpipe.runtime.executor import Executor
 from diffusionpipe.runtime.instructions import Program, check_splits, compile_programs
 from diffusionpipe.runtime.links import Links, group_replicas
 from diffusionpipe.runtime.records import RunReport, collect_report
 from diffusionpipe.runtime.stages import BadValues, GradientSums, StageCompute, Trace, trace_job
-from diffusionpipe.runtime.weights import gather_weights
+from diffusionpipe.runtime.weights import WeightShares
 from shared.comms import Group, LedgerSnapshot
 from shared.errors import ConfigError, DataError, MeshyardError
 
 __all__ = ["Engine"]
 
-Batch = Mapping[str, Any]
+MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
 class _Running(NamedTuple):
@@ -48,6 +48,9 @@ class _Running(NamedTuple):
 class Engine:
     """One rank's part of a training run; every rank of the world makes one and calls it alike.
 
+    Before step 0 a rank gives back the memory of the weights that only other ranks need: they are NaN
+    from then on, and `export` collects them.
+
     Attributes:
         job: what is trained.
         plan: how.
@@ -57,17 +60,11 @@ class Engine:
         step: number of steps done, and so the index of the next.
     """
 
-    def __init__(
-        self,
-        job: Job,
-        plan: Plan,
-        optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
-        seed: int = 0,
-    ) -> None:
+    def __init__(self, job: Job, plan: Plan, optimizer: MakeOptimizer, seed: int = 0) -> None:
         """Takes this rank's stages of the job.
 
         Args:
-            job: the same on every rank, with the same weights.
+            job: the same on every rank, with the same weights, and no other engine's.
             plan: the same on every rank.
             optimizer: makes an optimizer of a list of parameters: this rank's. One that mixes
                 parameters would give other weights than one process.
@@ -76,8 +73,7 @@ class Engine:
         Raises:
             ConfigError: the plan needs another number of ranks, the job cannot be trained, or
                 `optimizer` makes none.
-            CommError: ranks were given unlike plans, jobs or seeds, which is told before step 0; or one
-                of them cannot go on.
+            CommError: ranks were given unlike plans, jobs or seeds, or one of them cannot go on.
         """
         self.job, self.plan, self.seed, self.step = job, plan, seed, 0
         world = Group.world() if Group.exists() else None
@@ -90,11 +86,11 @@ class Engine:
         try:
             self._check_world()
             job.validate()
-            self._owned = [self._list_names(rank) for rank in range(plan.num_ranks)]
+            self._weights = WeightShares(job, plan)
             self._parameters = {
                 name: self._trained[name]
-                for names in self._owned[self.rank].values()
-                for name in names
+                for stage in plan.stages_of(self.rank)
+                for name in self._weights.trained[stage]
             }
             self.optimizer = self._make_optimizer(optimizer)
         except MeshyardError as error:
@@ -122,25 +118,24 @@ class Engine:
             DataError: a batch is empty, or has more samples than the plan's.
             DivergenceError: the loss or a gradient is NaN or infinite; names the step, stage and
                 samples. No weight was changed.
-            CommError: a rank died or the timeout passed; names the ranks, stages and micro-batch.
+            CommError: a rank died or the timeout passed; names the ranks, stages and micro-batch. Or
+                ranks have unlike batches or weights.
             ConfigError: the plan does not fit the job's values.
         """
         stream = iter(batches)
-        batch = next(stream, None)
+        batch, num_rows = self._read(stream, self.step)
         if batch is None:
             return
-        num_rows: int | None = self._count_rows(batch)
         running = self._running = self._running or self._build(batch)
         executor, compute = running.executor, running.compute
         executor.recorder.begin(-1)
         compute.begin(self.step - 1, None, batch)
         executor.encode_ahead(num_rows)
-        while batch is not None and num_rows is not None:
-            following = next(stream, None)
-            num_next = None if following is None else self._count_rows(following)
+        while batch is not None:
+            following, num_next = self._read(stream, self.step + 1)
             executor.recorder.begin(self.step)
             compute.begin(self.step, batch, following)
-            executor.run(num_rows, num_next, program=int(self._is_estimating()))
+            executor.run(num_rows, num_next or None, program=int(self._is_estimating()))
             loss = self._update(running)
             executor.recorder.end()
             self.step += 1
@@ -182,26 +177,21 @@ class Engine:
     def export(self, folder: str | os.PathLike[str]) -> None:
         """Writes the pipeline's or backbone's folder with the trained weights; every rank calls it.
 
+        Rank 0 holds all weights meanwhile.
+
         Raises:
             OSError: the folder cannot be written.
             CommError: a rank died, or rank 0 could not write.
         """
-        firsts = [
-            [
-                name
-                for stage, names in stages.items()
-                if self.plan.devices[stage][0] == rank
-                for name in names
-            ]
-            for rank, stages in enumerate(self._owned)
-        ]
-        gather_weights(self._control, firsts, self._trained)
+        self._weights.gather(self._control)
         problem = None
         if not self.rank:
             try:
                 self.job.export(os.fspath(folder))
             except (OSError, MeshyardError) as error:
                 problem = error
+            if self._running is not None:
+                self._weights.free(0)
         check_alike(self._control, {}, problem)
 
     def report(self) -> RunReport:
@@ -214,10 +204,20 @@ class Engine:
         if self._running is None:
             raise ConfigError("expected steps to report on, got none yet; run some first")
         traffic = self._read_traffic().diff(self._running.traffic)
-        recorder = self._running.executor.recorder
-        return collect_report(
-            self._control, recorder, traffic, self.plan.predicted_s, self.plan.edges
-        )
+        return collect_report(self._control, self._running.executor.recorder, traffic, self.plan)
+
+    def _read(self, stream: Iterator[Batch], step: int) -> tuple[Batch | None, int]:
+        """Reads the batch of a step, and its number of samples: 0 behind the last."""
+        batch = next(stream, None)
+        count = 0 if batch is None else self.job.num_samples(batch)
+        is_wrong = batch is not None and not 0 < count <= self.plan.batch_size
+        check_batch(self._control, step, batch, -1 if is_wrong else count)
+        if is_wrong:
+            raise DataError(
+                f"batch of step {step}: expected 1 to {self.plan.batch_size} samples, the plan's "
+                f"batch, got {count}; cut batches to that size, or plan for larger ones"
+            )
+        return batch, count
 
     def _update(self, running: _Running) -> float:
         """Agrees on the loss and changes this rank's weights."""
@@ -236,46 +236,48 @@ class Engine:
         return loss
 
     def _build(self, batch: Batch) -> _Running:
-        """Builds what depends on the shapes of values, which rows of the first batch tell."""
-        trace, programs, problem = None, [], None
+        """Checks the job, builds what depends on the shapes of values, and frees others' weights."""
+        problem, trace, programs = None, None, []
         sizes: dict[str, float] = {}
         try:
-            self._check_job(batch)
-            trace = trace_job(self.job, batch)
+            rows = self._check_job(batch)
+            trace = trace_job(self.job, rows)
             # Loaded weights are those of this rank's stages only, so results may differ.
             sizes = trace.frozen_sizes | ({} if self._is_loaded else trace.result_sizes)
             programs = self._compile(trace)
+            self._weights.add_frozen(rows)
         except MeshyardError as error:
             problem = error
         check_close(self._control, sizes, problem)
         assert trace is not None, "a problem was raised"
+        self._weights.free(self.rank)
         plan = self.plan
-        stages, held = trace.flow.cut_stages(plan), plan.stages_of(self.rank)
+        stages, own = trace.flow.cut_stages(plan), plan.stages_of(self.rank)
         parameters = {
-            stage: [self._trained[name] for name in names]
-            for stage, names in self._owned[self.rank].items()
+            stage: [self._trained[name] for name in self._weights.trained[stage]] for stage in own
         }
         sums = GradientSums(parameters, group_replicas(plan), plan.bucket_bytes)
-        compute = StageCompute(self.job, trace.flow, stages, held, sums, self.seed)
+        compute = StageCompute(self.job, trace.flow, stages, own, sums, self.seed)
         links = Links(programs, trace.shapes, plan.batch_size)
-        executor = Executor(programs, stages, held, links, compute, trace.shapes, plan.batch_size)
+        executor = Executor(programs, stages, links, compute)
         return _Running(executor, compute, sums, self._read_traffic())
 
-    def _check_job(self, batch: Batch) -> None:
-        num_rows = self.job.num_samples(batch)
-        if num_rows > 1:
-            self.job.check(self.job.take(batch, range(2)), seed=self.seed)
+    def _check_job(self, batch: Batch) -> Batch:
+        """Checks the job on two rows of the first batch, and returns these."""
+        rows = self.job.take(batch, range(min(2, self.job.num_samples(batch))))
+        if self.job.num_samples(rows) > 1:
+            self.job.check(rows, seed=self.seed)
         elif self.plan.batch_size > 1:
             raise DataError(
                 "first batch: expected two samples or more, by which shapes of values are learned, "
                 "got 1; begin with a whole batch"
             )
+        return rows
 
     def _compile(self, trace: Trace) -> list[Program]:
         """This rank's programs: of a plain step, and of one with self-conditioning."""
         programs = []
-        orders = [self.plan.order, self.plan.estimate_order]
-        for order in orders if self.plan.estimate_order else orders[:1]:
+        for order in filter(None, (self.plan.order, self.plan.estimate_order)):
             every = compile_programs(replace(self.plan, order=order), trace.flow)
             messages = [message for program in every for message in program.messages]
             check_splits(self.plan, messages, trace.shapes)
@@ -296,37 +298,13 @@ class Engine:
                 "the plan from this job"
             )
 
-    def _list_names(self, rank: int) -> dict[int, list[str]]:
-        """Names of the parameters that a rank trains, by stage, each stage's in layers' order."""
-        names: dict[int, list[str]] = {}
-        for stage in self.plan.stages_of(rank):
-            backbone = self.plan.backbones[stage]
-            if backbone >= len(self.job.chains):
-                raise ConfigError(
-                    f"plan.backbones: expected at most {len(self.job.chains)} backbones, got stage "
-                    f"{stage} of backbone {backbone}; make the plan from this job"
-                )
-            chain = self.job.chains[backbone]
-            prefix = f"{backbone}." if len(self.job.chains) > 1 else ""
-            # A plan for another job is refused when its stages are cut.
-            first, stop = self.plan.spans[stage]
-            names[stage] = [
-                f"{prefix}{name}"
-                for layer in range(first, min(stop, len(chain)))
-                for name, parameter in chain.list_parameters(layer).items()
-                if parameter.requires_grad
-            ]
-        return names
-
-    def _make_optimizer(
-        self, make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-    ) -> torch.optim.Optimizer | None:
-        own = list(self._parameters.values())
+    def _make_optimizer(self, make: MakeOptimizer) -> torch.optim.Optimizer | None:
         if isinstance(make, torch.optim.Optimizer):
             raise ConfigError(
                 "optimizer: expected what makes one, as lambda p: torch.optim.AdamW(p, 1e-4), got a "
                 f"made {type(make).__name__}; each rank makes its own, of its stages' parameters"
             )
+        own = list(self._parameters.values())
         return make(own) if own else None
 
     def _is_estimating(self) -> bool:
@@ -334,15 +312,6 @@ class Engine:
         return bool(self.job.self_conditioning) and decide(
             self.seed, self.step, self.job.self_conditioning
         )
-
-    def _count_rows(self, batch: Batch) -> int:
-        count = self.job.num_samples(batch)
-        if not 0 < count <= self.plan.batch_size:
-            raise DataError(
-                f"batch of step {self.step}: expected 1 to {self.plan.batch_size} samples, the plan's "
-                f"batch, got {count}; cut batches to that size, or plan for larger ones"
-            )
-        return count
 
     def _read_traffic(self) -> LedgerSnapshot:
         return LedgerSnapshot() if self._group is None else self._group.ledger.snapshot()

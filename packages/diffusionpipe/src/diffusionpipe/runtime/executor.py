@@ -3,80 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from diffusionpipe.job.layers import ESTIMATE, OUTPUT
+from diffusionpipe.planner.traffic import join_ranges
 from diffusionpipe.runtime.frozen_rows import FrozenRows
 from diffusionpipe.runtime.instructions import (
     Instruction,
     Program,
+    Rows,
     StageFlow,
     ValueMessage,
     describe_action,
-    join_ranges,
     scale_rows,
 )
 from diffusionpipe.runtime.links import Links
 from diffusionpipe.runtime.records import StepRecorder
-from diffusionpipe.runtime.shapes import Shapes
 from shared.errors import MeshyardError
 
-__all__ = ["Compute", "Executor"]
+if TYPE_CHECKING:
+    from diffusionpipe.runtime.stages import StageCompute
+    from diffusionpipe.runtime.virtual import VirtualCompute
 
-Rows = tuple[int, int]
+__all__ = ["Executor"]
 
 _ESTIMATES = -1
 """In place of a backbone's number: values of the pass that predicts without gradients first."""
-
-
-@runtime_checkable
-class Compute(Protocol):
-    """What computes a rank's actions: torch, or a device that only takes time."""
-
-    def is_prepared(self, micro_batch: int, *, is_estimate: bool) -> bool:
-        """Whether a micro-batch's inputs are there."""
-        ...
-
-    def prepare(
-        self, micro_batch: int, samples: Rows, frozen: Mapping[str, Tensor], *, is_estimate: bool
-    ) -> None:
-        """Makes a micro-batch's inputs of its rows' frozen outputs, and of its estimate."""
-        ...
-
-    def forward(
-        self, stage: int, micro_batch: int, samples: Rows, values: Mapping[str, Tensor]
-    ) -> dict[str, Tensor]:
-        """Returns what a stage exports, given what it imports."""
-        ...
-
-    def estimate(
-        self, stage: int, micro_batch: int, samples: Rows, values: Mapping[str, Tensor]
-    ) -> dict[str, Tensor]:
-        """Returns the same without gradients, and on the last stage the backbone's output."""
-        ...
-
-    def backward(
-        self,
-        stage: int,
-        micro_batch: int,
-        samples: Rows,
-        gradients: Mapping[str, Tensor],
-        *,
-        is_final: bool,
-    ) -> dict[str, Tensor]:
-        """Returns gradients of what a stage imports, given those of what it exports."""
-        ...
-
-    def flush(self, stage: int) -> None:
-        """Starts what is left of a stage's sums over replicas."""
-        ...
-
-    def encode(self, component: str, samples: Rows) -> dict[str, Tensor]:
-        """Returns a frozen component's outputs for rows of the next batch."""
-        ...
 
 
 class Executor:
@@ -90,34 +45,29 @@ class Executor:
         self,
         programs: Sequence[Program],
         stages: Sequence[StageFlow],
-        held: Sequence[int],
         links: Links,
-        compute: Compute,
-        shapes: Shapes,
-        batch_size: int,
+        compute: StageCompute | VirtualCompute,
     ) -> None:
         """Takes a rank's programs.
 
         Args:
             programs: what to run, the plain step first.
             stages: all virtual stages.
-            held: those that this rank holds.
             links: to other ranks.
-            compute: computes the actions.
-            shapes: of all values.
-            batch_size: rows of the plan's batch.
+            compute: computes the actions: by torch, or as a device that only takes time.
         """
         self.recorder = StepRecorder()
         self._programs, self._stages, self._links = list(programs), stages, links
-        self._compute, self._shapes, self._batch_size = compute, shapes, batch_size
-        self._names = {name for stage in held for name in stages[stage].frozen}
-        self._reads_estimates = ESTIMATE in self._names
-        self._names.discard(ESTIMATE)
-        self._needed = join_ranges(
-            instruction.samples
+        self._compute, self._shapes, self._batch_size = compute, links.shapes, links.batch_size
+        readers = [
+            instruction
             for instruction in programs[0].instructions
             if instruction.action.kind == "forward" and stages[instruction.action.stage].frozen
-        )
+        ]
+        self._names = {name for one in readers for name in stages[one.action.stage].frozen}
+        self._needed = join_ranges(one.samples for one in readers)
+        self._reads_estimates = ESTIMATE in self._names
+        self._names.discard(ESTIMATE)
         self._program = self._programs[0]
         self._num_rows = 0
         self._num_next: int | None = None
@@ -155,17 +105,16 @@ class Executor:
         """
         self._begin(program, num_rows, num_next, num_rows)
         late: list[Instruction] = []
-        place, is_late = "the start", False
+        place, is_late, was_encode = "the start", False, False
         try:
             for index, instruction in enumerate(self._program.instructions):
                 place = describe_action(instruction.action)
                 self._links.look_ahead(index)
                 # Decided once for jobs in a row: a plan may fill beyond the wait where that delays
                 # nobody, but jobs whose wait was over before they began would delay somebody.
-                if instruction.action.kind != "encode":
-                    is_late = False
-                elif index == 0 or self._program.instructions[index - 1].action.kind != "encode":
-                    is_late = self._is_late(index)
+                is_encode = instruction.action.kind == "encode"
+                is_late = is_encode and (is_late if was_encode else self._is_late(index))
+                was_encode = is_encode
                 if is_late:
                     late.append(instruction)
                 else:
@@ -183,9 +132,8 @@ class Executor:
         self._program = self._programs[program]
         self._num_rows, self._num_next = num_rows, num_next
         self._frozen, self._ahead = self._ahead, FrozenRows()
-        self._values.clear()
-        self._gradients.clear()
-        self._estimates.clear()
+        for known in (self._values, self._gradients, self._estimates):
+            known.clear()
         for message in self._links.begin(self._program, num_passing, num_next):
             self._ahead.expect(self._links.cut_ranges(message), self._links.receive(message))
 
@@ -207,12 +155,10 @@ class Executor:
 
     def _is_late(self, index: int) -> bool:
         """Whether the wait that encode actions fill is over before the first of them begins."""
-        if self._num_next is None:
-            return False
         following = (
             one for one in self._program.instructions[index:] if one.action.kind != "encode"
         )
-        receives = next(following).receives
+        receives = next(following).receives if self._num_next is not None else ()
         return bool(receives) and all(self._links.has_arrived(message) for message in receives)
 
     def _encode(self, instruction: Instruction) -> None:

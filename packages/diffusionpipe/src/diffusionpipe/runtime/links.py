@@ -13,13 +13,13 @@ import math
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from diffusionpipe.planner.plan import Plan
-from diffusionpipe.runtime.instructions import Program, ValueMessage, name_lane, scale_rows
+from diffusionpipe.runtime.instructions import Program, Rows, ValueMessage, name_lane, scale_rows
 from diffusionpipe.runtime.shapes import Shapes, ValueShape, pack, unpack
 from shared.comms import Group, PendingRounds, Round, post_rounds
 from shared.comms.courier import connect
@@ -29,8 +29,14 @@ __all__ = ["Links", "group_replicas"]
 _RECEIVING_ACTIONS_AHEAD = 2
 
 
-@dataclass(frozen=True, slots=True)
-class _Receive:
+class _Queued(NamedTuple):
+    """A message, and the first instruction that waits for it or for one behind it in its lane."""
+
+    message: ValueMessage
+    deadline: int
+
+
+class _Incoming(NamedTuple):
     pending: PendingRounds
     buffer: Tensor
     layout: list[tuple[tuple[int, ...], torch.dtype]]
@@ -66,12 +72,11 @@ class Links:
                 lanes = {lane for program in programs for lane in program.edges.get(pair, ())}
                 connect(group, sorted(lanes))
                 self._groups[pair[1] if self.rank == pair[0] else pair[0]] = group
-        self._program = programs[0]
         self._receiving: list[int] = []
         self._rows: dict[str, int | None] = {}
-        self._queues: dict[tuple[int, str], deque[tuple[ValueMessage, int]]] = {}
+        self._queues: dict[tuple[int, str], deque[_Queued]] = {}
         self._outgoing: dict[int, list[Tensor]] = {}
-        self._incoming: dict[int, _Receive] = {}
+        self._incoming: dict[int, _Incoming] = {}
         self._sending: list[PendingRounds] = []
         self._window = -1
 
@@ -90,25 +95,28 @@ class Links:
         """
         self._rows = {"values": num_rows, "gradients": num_rows, "frozen": num_next_rows}
         self._incoming, self._window = {}, -1
-        self._program = program
         self._receiving = [i for i, one in enumerate(program.instructions) if one.receives]
         expected = []
-        queues: dict[tuple[int, str], list[ValueMessage]] = {}
-        for message in program.messages:
+        queues: dict[tuple[int, str], deque[_Queued]] = {}
+        # From the last to the first, as a message is needed for those behind it in its lane.
+        for message in reversed(program.messages):
             if not self.count_rows(message):
                 continue
             is_sent = message.sender == self.rank
             peer = message.receiver if is_sent else message.sender
             # Over NCCL the lanes of a pair are one communicator, and so one order.
             lane = "" if self._groups[peer].backend == "nccl" else name_lane(message)
-            queues.setdefault((peer, lane), []).append(message)
+            queue = queues.setdefault((peer, lane), deque())
+            needed_at = message.sent_by if is_sent else message.used_by
+            deadline = min(needed_at, queue[0].deadline) if queue else needed_at
+            queue.appendleft(_Queued(message, deadline))
             if message.kind == "frozen" and not is_sent:
                 expected.append(message)
-        self._queues = {key: self._find_deadlines(queue) for key, queue in queues.items()}
+        self._queues = queues
         self._post()
-        return expected
+        return expected[::-1]
 
-    def cut_ranges(self, message: ValueMessage) -> list[tuple[int, int]]:
+    def cut_ranges(self, message: ValueMessage) -> list[Rows]:
         """Rows of this step's batch that a message carries, without empty ranges."""
         num_rows = self._rows[message.kind]
         if num_rows is None:
@@ -148,19 +156,16 @@ class Links:
         Raises:
             CommError: the sender died or the timeout passed; names rank, edge and micro-batch.
         """
-        if not self.count_rows(message):
-            return {}
-        return self.receive(message)()
+        return self.receive(message)() if self.count_rows(message) else {}
 
     def receive(self, message: ValueMessage) -> Callable[[], dict[str, Tensor]]:
         """Returns a function that waits for a message; it may be called in a later step."""
         incoming = self._incoming  # this step's: numbers are used again in the next
 
         def wait() -> dict[str, Tensor]:
-            receive = incoming.pop(message.number)
-            receive.pending.wait(0)
-            tensors = unpack(receive.buffer, receive.layout)
-            return dict(zip(receive.keys, tensors, strict=True))
+            pending, buffer, layout, keys = incoming.pop(message.number)
+            pending.wait(0)
+            return dict(zip(keys, unpack(buffer, layout), strict=True))
 
         return wait
 
@@ -168,8 +173,8 @@ class Links:
         """Whether waiting for a message would take no time; False where that is not known."""
         if not self.count_rows(message):
             return True
-        receive = self._incoming.get(message.number)
-        return receive is not None and not math.isnan(receive.pending.round_s[0])
+        incoming = self._incoming.get(message.number)
+        return incoming is not None and not math.isnan(incoming.pending.round_s[0])
 
     def finish(self) -> None:
         """Waits until everything is sent.
@@ -177,9 +182,7 @@ class Links:
         Raises:
             CommError: a receiver died or the timeout passed; names rank, edge and micro-batch.
         """
-        self._window = len(self._program.instructions)
-        self._post()
-        left = [message.label for queue in self._queues.values() for message, _ in queue]
+        left = [one.message.label for queue in self._queues.values() for one in queue]
         assert not left, f"messages that were never completed: {left}"
         for pending in self._sending:
             pending.wait_all()
@@ -188,23 +191,13 @@ class Links:
     def _post(self) -> None:
         """Posts from each lane all messages up to the first that is not ready."""
         for (peer, lane), queue in self._queues.items():
-            while queue and self._is_ready(*queue[0]):
-                self._post_message(queue.popleft()[0], peer, lane)
+            while queue and self._is_ready(queue[0]):
+                self._post_message(queue.popleft().message, peer, lane)
 
-    def _is_ready(self, message: ValueMessage, deadline: int) -> bool:
-        if message.sender == self.rank:
-            return message.number in self._outgoing
-        return deadline <= self._window
-
-    def _find_deadlines(self, messages: Sequence[ValueMessage]) -> deque[tuple[ValueMessage, int]]:
-        """For each message of a lane the first instruction that waits for it, or for one behind it."""
-        queue: deque[tuple[ValueMessage, int]] = deque()
-        deadline = len(self._program.instructions)
-        for message in reversed(messages):
-            is_sent = message.sender == self.rank
-            deadline = min(deadline, message.sent_by if is_sent else message.used_by)
-            queue.appendleft((message, deadline))
-        return queue
+    def _is_ready(self, queued: _Queued) -> bool:
+        if queued.message.sender == self.rank:
+            return queued.message.number in self._outgoing
+        return queued.deadline <= self._window
 
     def _post_message(self, message: ValueMessage, peer: int, lane: str) -> None:
         group = self._groups[peer]
@@ -217,15 +210,17 @@ class Links:
             item = Round(send_to=other, send=payload, recv_from=other, recv=None)
             self._sending.append(post_rounds(group, [item], message.label, **options))
             return
-        keys = self._order_keys(message)
-        num_rows = self.count_rows(message)
-        shapes = self._table(message)
+        keys, shapes, num_rows = (
+            self._order_keys(message),
+            self._table(message),
+            self.count_rows(message),
+        )
         layout = [(shapes[key].of(num_rows), shapes[key].dtype) for key in keys]
         num_bytes = sum(shapes[key].count_bytes(num_rows) for key in keys)
         buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self.shapes.device)
         item = Round(send_to=other, send=None, recv_from=other, recv=buffer)
         pending = post_rounds(group, [item], message.label, **options)
-        self._incoming[message.number] = _Receive(pending, buffer, layout, keys)
+        self._incoming[message.number] = _Incoming(pending, buffer, layout, keys)
 
     def _table(self, message: ValueMessage) -> Mapping[str, ValueShape]:
         shapes = self.shapes

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any, NamedTuple
 
+from diffusionpipe.planner.plan import Plan
 from diffusionpipe.runtime.agreement import exchange
 from shared.comms import Group, LedgerSnapshot
 
@@ -160,8 +161,7 @@ def collect_report(
     control: Group | None,
     recorder: StepRecorder,
     traffic: LedgerSnapshot,
-    predicted_s: float,
-    predicted_edges: Mapping[tuple[int, int], int],
+    plan: Plan,
 ) -> RunReport:
     """Collects all ranks' records on every rank; every rank calls it.
 
@@ -169,26 +169,25 @@ def collect_report(
         control: all ranks, for small messages; None in one process.
         recorder: this rank's.
         traffic: this rank's, since its first step.
-        predicted_s: seconds of a step.
-        predicted_edges: bytes of a step.
+        plan: what was run, with its prediction.
     """
     sent: dict[int, int] = {}
     for (op, peer, _), cell in traffic.cells.items():
         if op in _MESSAGES:
             sent[peer] = sent.get(peer, 0) + cell.sent_bytes
     mine = {"steps": [asdict(one) for one in recorder.steps], "sent": list(sent.items())}
-    told = exchange(control, mine)
+    every = exchange(control, mine)
     num_steps = max(1, len(recorder.steps))
     return RunReport(
-        steps=tuple(tuple(_read_step(one) for one in each["steps"]) for each in told),
+        steps=tuple(tuple(_read_step(one) for one in each["steps"]) for each in every),
         edges={
             (rank, peer): count / num_steps
-            for rank, each in enumerate(told)
+            for rank, each in enumerate(every)
             for peer, count in each["sent"]
             if count
         },
-        predicted_s=predicted_s,
-        predicted_edges=predicted_edges,
+        predicted_s=plan.predicted_s,
+        predicted_edges=plan.edges,
     )
 
 

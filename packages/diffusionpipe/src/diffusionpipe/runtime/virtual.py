@@ -58,8 +58,7 @@ def run_virtual(plan: Plan, profile: JobProfile, num_steps: int) -> RunReport:
     held = plan.stages_of(rank)
     compute = VirtualCompute(plan, profile, stages, held, group_replicas(plan))
     own = [programs[rank]]
-    links = Links(own, shapes, plan.batch_size)
-    executor = Executor(own, stages, held, links, compute, shapes, plan.batch_size)
+    executor = Executor(own, stages, Links(own, shapes, plan.batch_size), compute)
     before = LedgerSnapshot() if group is None else group.ledger.snapshot()
     executor.encode_ahead(plan.batch_size)
     for step in range(num_steps):
@@ -72,7 +71,7 @@ def run_virtual(plan: Plan, profile: JobProfile, num_steps: int) -> RunReport:
             compute.update()
         executor.recorder.end()
     traffic = before if group is None else group.ledger.snapshot().diff(before)
-    return collect_report(control, executor.recorder, traffic, plan.predicted_s, plan.edges)
+    return collect_report(control, executor.recorder, traffic, plan)
 
 
 class VirtualCompute:

@@ -2,9 +2,9 @@
 
 from diffusionpipe.runtime.instructions.dataflow import BackboneFlow, Dataflow, StageFlow
 from diffusionpipe.runtime.instructions.messages import (
+    Rows,
     ValueMessage,
     describe_action,
-    join_ranges,
     name_lane,
     scale_rows,
 )
@@ -16,12 +16,12 @@ __all__ = [
     "Dataflow",
     "Instruction",
     "Program",
+    "Rows",
     "StageFlow",
     "ValueMessage",
     "check_splits",
     "compile_programs",
     "describe_action",
-    "join_ranges",
     "name_lane",
     "scale_rows",
 ]

@@ -7,12 +7,12 @@ where it reads an input of the backbone, a key that no layer writes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from diffusionpipe.job.layers import OUTPUT
 from diffusionpipe.planner.plan import Plan
-from diffusionpipe.planner.traffic import find_feeds
+from diffusionpipe.planner.traffic import find_stage_feeds
 from shared.errors import ConfigError
 
 __all__ = ["BackboneFlow", "Dataflow", "StageFlow"]
@@ -60,7 +60,25 @@ class BackboneFlow:
     reads: Sequence[tuple[str, ...]]
     writes: Sequence[tuple[str, ...]]
     feeds: Mapping[str, tuple[str, ...]]
-    differentiable: frozenset[str]
+    differentiable: Collection[str]
+
+    def cut(self, backbone: int, span: tuple[int, int], frozen: tuple[str, ...]) -> StageFlow:
+        """What passes the borders of a span of layers."""
+        first, stop = span
+        written = [key for keys in self.writes[first:stop] for key in keys]
+        read = dict.fromkeys(key for keys in self.reads[first:stop] for key in keys)
+        earlier = {key for keys in self.writes[:first] for key in keys}
+        later = {key for keys in self.reads[stop:] for key in keys}
+        return StageFlow(
+            backbone=backbone,
+            first=first,
+            stop=stop,
+            inputs=tuple(key for key in read if key not in written and key not in earlier),
+            imports=tuple(key for key in read if key in earlier),
+            exports=tuple(key for key in written if key in later),
+            frozen=frozen,
+            is_last=OUTPUT in written,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,38 +99,15 @@ class Dataflow:
         Raises:
             ConfigError: the spans of a backbone do not hold each of its layers once, in order.
         """
-        stages: list[StageFlow] = []
         for backbone, flow in enumerate(self.backbones):
-            spans = [s for s, of in zip(plan.spans, plan.backbones, strict=True) if of == backbone]
+            spans = [plan.spans[stage] for stage in plan.list_backbone(backbone)]
             ends = [0, *(stop for _, stop in spans)]
             if [first for first, _ in spans] != ends[:-1] or ends[-1] != len(flow.reads):
                 raise ConfigError(
                     f"plan.spans: expected the {len(flow.reads)} layers of backbone {backbone} once "
                     f"and in order, got {spans}; make the plan from a profile of this job"
                 )
-            frozen = find_feeds(flow.reads, flow.writes, spans, flow.feeds)
-            stages += [
-                _cut_stage(flow, backbone, span, needed)
-                for span, needed in zip(spans, frozen, strict=True)
-            ]
-        return tuple(stages)
-
-
-def _cut_stage(
-    flow: BackboneFlow, backbone: int, span: tuple[int, int], frozen: tuple[str, ...]
-) -> StageFlow:
-    first, stop = span
-    written = [key for keys in flow.writes[first:stop] for key in keys]
-    read = dict.fromkeys(key for keys in flow.reads[first:stop] for key in keys)
-    earlier = {key for keys in flow.writes[:first] for key in keys}
-    later = {key for keys in flow.reads[stop:] for key in keys}
-    return StageFlow(
-        backbone=backbone,
-        first=first,
-        stop=stop,
-        inputs=tuple(key for key in read if key not in written and key not in earlier),
-        imports=tuple(key for key in read if key in earlier),
-        exports=tuple(key for key in written if key in later),
-        frozen=frozen,
-        is_last=OUTPUT in written,
-    )
+        stages = zip(
+            plan.backbones, plan.spans, find_stage_feeds(plan, self.backbones), strict=True
+        )
+        return tuple(self.backbones[of].cut(of, span, frozen) for of, span, frozen in stages)

@@ -1,33 +1,25 @@
-"""The messages of a step, which follow from names of values and ranges of samples.
-
-A value goes from the stage that writes it to each device that reads it, once; its gradient comes
-back once, added up over the device's stages; a frozen output goes from the rank that owns the sample
-to each rank whose inputs depend on it.
-"""
+"""The messages of a step, as the planner lists them, in an order in which ranks can complete them."""
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from diffusionpipe.job.layers import ESTIMATE, OUTPUT
 from diffusionpipe.planner.plan import Action, Plan
-from diffusionpipe.planner.traffic import find_routes, match_rows
-from diffusionpipe.runtime.instructions.dataflow import Dataflow, StageFlow
+from diffusionpipe.planner.traffic import list_messages
+from diffusionpipe.runtime.instructions.dataflow import Dataflow
 from shared.errors import ConfigError
 
 __all__ = [
+    "Rows",
     "ValueMessage",
     "describe_action",
     "find_samples",
-    "join_ranges",
-    "list_estimates",
-    "list_frozen",
-    "list_values",
     "name_lane",
     "order_messages",
+    "place_messages",
     "scale_rows",
 ]
 
@@ -58,11 +50,11 @@ class ValueMessage:
     keys: tuple[str, ...]
     ranges: tuple[Rows, ...]
     sent_by: int
-    used_by: int = -1
-    micro_batch: int = -1
-    backbone: int = -1
-    stages: tuple[int, int] = (-1, -1)
-    is_estimate: bool = False
+    used_by: int
+    micro_batch: int
+    backbone: int
+    stages: tuple[int, int]
+    is_estimate: bool
     number: int = -1
 
     @property
@@ -109,142 +101,37 @@ def find_samples(plan: Plan, rank: int, action: Action) -> Rows:
     return rows.start, rows.stop
 
 
-def join_ranges(ranges: Iterable[Rows]) -> list[Rows]:
-    """Returns the same rows in as few ranges as possible, in order."""
-    joined: list[Rows] = []
-    for first, stop in sorted(set(ranges)):
-        if joined and first <= joined[-1][1]:
-            joined[-1] = joined[-1][0], max(stop, joined[-1][1])
-        else:
-            joined.append((first, stop))
-    return joined
-
-
-def list_values(
-    plan: Plan, flow: Dataflow, place: Mapping[tuple[int, str, int, int], int]
-) -> Iterator[ValueMessage]:
-    """Lists messages between stages: values forward and their gradients backward.
-
-    Args:
-        plan: plan.
-        flow: names of values.
-        place: index of each pass by (rank, kind, stage, micro-batch).
-    """
-    for backbone, names in enumerate(flow.backbones):
-        own = [stage for stage, of in enumerate(plan.backbones) if of == backbone]
-        routes = find_routes(
-            names.reads,
-            names.writes,
-            [plan.spans[stage] for stage in own],
-            [plan.devices[stage] for stage in own],
-            first_stage=own[0],
-        )
-        for source, target, keys in routes:
-            with_gradient = tuple(key for key in keys if key in names.differentiable)
-            for micro_batch in range(plan.num_micro_batches):
-                for writer, reader, rows in match_rows(plan, source, target, micro_batch):
-                    values = ValueMessage(
-                        kind="values",
-                        sender=writer,
-                        receiver=reader,
-                        keys=keys,
-                        ranges=((rows.start, rows.stop),),
-                        sent_by=place[writer, "forward", source, micro_batch],
-                        used_by=place[reader, "forward", target, micro_batch],
-                        micro_batch=micro_batch,
-                        backbone=backbone,
-                        stages=(source, target),
-                    )
-                    yield values
-                    if with_gradient:
-                        yield replace(
-                            values,
-                            kind="gradients",
-                            sender=reader,
-                            receiver=writer,
-                            keys=with_gradient,
-                            sent_by=place[reader, "backward", target, micro_batch],
-                            used_by=place[writer, "backward", source, micro_batch],
-                            stages=(target, source),
-                        )
-                    if (writer, "estimate", source, micro_batch) in place:
-                        yield replace(
-                            values,
-                            sent_by=place[writer, "estimate", source, micro_batch],
-                            used_by=place[reader, "estimate", target, micro_batch],
-                            is_estimate=True,
-                        )
-
-
-def list_estimates(
-    plan: Plan, stages: Sequence[StageFlow], place: Mapping[tuple[int, str, int, int], int]
-) -> Iterator[ValueMessage]:
-    """Lists messages of estimates, from the last stage to ranks whose inputs depend on them.
-
-    Args:
-        plan: plan, with passes that estimate.
-        stages: its virtual stages.
-        place: index of each pass by (rank, kind, stage, micro-batch).
-    """
-    (source,) = (stage for stage, flow in enumerate(stages) if flow.is_last)
-    first = {}
-    for target, flow in enumerate(stages):
-        if ESTIMATE in flow.frozen:
-            first.setdefault(plan.devices[target], target)
-    for target in first.values():
-        for micro_batch in range(plan.num_micro_batches):
-            for writer, reader, rows in match_rows(plan, source, target, micro_batch):
-                if writer != reader:
-                    yield ValueMessage(
-                        kind="values",
-                        sender=writer,
-                        receiver=reader,
-                        keys=(OUTPUT,),
-                        ranges=((rows.start, rows.stop),),
-                        sent_by=place[writer, "estimate", source, micro_batch],
-                        used_by=place[reader, "forward", target, micro_batch],
-                        micro_batch=micro_batch,
-                        backbone=0,
-                        stages=(source, target),
-                        is_estimate=True,
-                    )
-
-
-def list_frozen(plan: Plan, flow: Dataflow, stages: Sequence[StageFlow]) -> Iterator[ValueMessage]:
-    """Lists messages of frozen outputs, from who encodes a sample to those that need it."""
-    names = [
-        {name for stage in plan.stages_of(rank) for name in stages[stage].frozen}
-        for rank in range(plan.num_ranks)
-    ]
-    needed = [
-        join_ranges(
-            find_samples(plan, rank, action)
-            for action in order
-            if action.kind == "forward" and stages[action.stage].frozen
-        )
+def place_messages(plan: Plan, flow: Dataflow) -> Iterator[ValueMessage]:
+    """Places the planner's messages in the plan's order, which is that of one kind of step."""
+    place = {
+        (rank, action): index
         for rank, order in enumerate(plan.order)
-    ]
-    for owner, order in enumerate(plan.order):
-        for index, action in enumerate(order):
-            if action.kind != "encode":
-                continue
-            first, stop = action.samples
-            for reader, ranges in enumerate(needed):
-                keys = tuple(key for key in flow.components[action.name] if key in names[reader])
-                cut = [(max(start, first), min(end, stop)) for start, end in ranges]
-                common = tuple(rows for rows in cut if rows[0] < rows[1])
-                if reader != owner and keys and common:
-                    yield ValueMessage(
-                        kind="frozen",
-                        sender=owner,
-                        receiver=reader,
-                        keys=keys,
-                        ranges=common,
-                        sent_by=index,
-                    )
+        for index, action in enumerate(order)
+    }
+    for one in list_messages(plan, flow.backbones, flow.components, plan.order):
+        source, target = one.sent_by, one.used_by
+        yield ValueMessage(
+            kind="frozen"
+            if target is None
+            else "gradients"
+            if source.kind == "backward"
+            else "values",
+            sender=one.sender,
+            receiver=one.receiver,
+            keys=one.keys,
+            ranges=one.ranges,
+            sent_by=place[one.sender, source],
+            used_by=-1 if target is None else place[one.receiver, target],
+            micro_batch=source.micro_batch,
+            backbone=one.backbone,
+            stages=(source.stage, -1 if target is None else target.stage),
+            is_estimate=source.kind == "estimate",
+        )
 
 
-def order_messages(plan: Plan, messages: Sequence[ValueMessage]) -> list[ValueMessage]:
+def order_messages(
+    order: Sequence[Sequence[Action]], messages: Sequence[ValueMessage]
+) -> list[ValueMessage]:
     """Numbers messages in an order in which the ranks' actions can complete them.
 
     Within a lane this is the sender's program order. Where one connection carries both directions,
@@ -254,25 +141,25 @@ def order_messages(plan: Plan, messages: Sequence[ValueMessage]) -> list[ValueMe
         ConfigError: ranks would wait for each other; names the actions.
     """
     num_missing: dict[Rows, int] = defaultdict(int)
-    sent_by: dict[Rows, list[ValueMessage]] = defaultdict(list)
+    sent_by: Mapping[Rows, list[ValueMessage]] = defaultdict(list)
     for message in messages:
         num_missing[message.receiver, message.used_by] += 1
         sent_by[message.sender, message.sent_by].append(message)
     ordered: list[ValueMessage] = []
-    position = [0] * plan.num_ranks
-    runnable = deque(range(plan.num_ranks))
+    position = [0] * len(order)
+    runnable = deque(range(len(order)))
     while runnable:
         rank = runnable.popleft()
-        while position[rank] < len(plan.order[rank]) and not num_missing[rank, position[rank]]:
+        while position[rank] < len(order[rank]) and not num_missing[rank, position[rank]]:
             for message in sent_by[rank, position[rank]]:
                 ordered.append(replace(message, number=len(ordered)))
                 num_missing[message.receiver, message.used_by] -= 1
                 runnable.append(message.receiver)
             position[rank] += 1
     stuck = [
-        f"rank {rank} at {describe_action(plan.order[rank][index])}"
+        f"rank {rank} at {describe_action(order[rank][index])}"
         for rank, index in enumerate(position)
-        if index < len(plan.order[rank])
+        if index < len(order[rank])
     ]
     if stuck:
         raise ConfigError(

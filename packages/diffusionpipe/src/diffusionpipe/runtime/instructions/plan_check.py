@@ -1,13 +1,13 @@
-"""Checks a plan's orders against a job: everything is done once, and not too early."""
+"""Checks a plan's orders against a job: everything is done once."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
-from diffusionpipe.planner.plan import Action, Plan
+from diffusionpipe.planner.plan import Plan
 from diffusionpipe.runtime.instructions.dataflow import Dataflow
-from diffusionpipe.runtime.instructions.messages import ValueMessage, describe_action
+from diffusionpipe.runtime.instructions.messages import ValueMessage
 from diffusionpipe.runtime.shapes import Shapes
 from shared.errors import ConfigError
 
@@ -18,12 +18,9 @@ def check_orders(plan: Plan, flow: Dataflow) -> None:
     """Checks that a plan's ranks together do everything once.
 
     Raises:
-        ConfigError: a pass is left out, done twice, too early or by a rank without the stage; a sum
-            is missing or too early; frozen components are unlike the job's, or a sample is encoded
-            never or twice. Names the rank or component.
+        ConfigError: a pass is left out, done twice or by a rank without the stage; frozen components
+            are unlike the job's, or a sample is encoded never or twice. Names the rank or component.
     """
-    for rank, order in enumerate(plan.order):
-        _check_order(plan, rank, order)
     kinds = {action.kind for order in plan.order for action in order}
     for kind in ("forward", "backward", *({"estimate"} & kinds)):
         expected = Counter(
@@ -67,35 +64,6 @@ def check_orders(plan: Plan, flow: Dataflow) -> None:
                 f"plan.order: expected each of {plan.batch_size} samples encoded once by {name}, got "
                 f"{sorted(ranges)}; plan anew"
             )
-
-
-def _check_order(plan: Plan, rank: int, order: Sequence[Action]) -> None:
-    ended: set[tuple[int, int]] = set()
-    num_backwards = Counter(action.stage for action in order if action.kind == "backward")
-    summed: set[int] = set()
-    for index, action in enumerate(order):
-        pass_ = (action.stage, action.micro_batch)
-        if action.kind == "forward":
-            ended.add(pass_)
-        elif action.kind == "backward":
-            num_backwards[action.stage] -= 1
-        elif action.kind == "sum":
-            summed.add(action.stage)
-        is_early = (action.kind == "backward" and pass_ not in ended) or (
-            action.kind == "sum" and num_backwards[action.stage] > 0
-        )
-        if is_early or (action.kind == "step") != (index == len(order) - 1):
-            raise ConfigError(
-                f"plan.order[{rank}]: expected a forward before its backward, all backwards of a "
-                f"stage before its sum, and one step at the end, got {describe_action(action)} as "
-                f"action {index} of {len(order)}; plan anew"
-            )
-    replicated = {stage for stage in plan.stages_of(rank) if len(plan.devices[stage]) > 1}
-    if summed != replicated or not order:
-        raise ConfigError(
-            f"plan.order[{rank}]: expected a sum for the replicated stages {sorted(replicated)} and a "
-            f"step, got sums for {sorted(summed)} in {len(order)} actions; plan anew"
-        )
 
 
 def check_splits(plan: Plan, messages: Iterable[ValueMessage], shapes: Shapes) -> None:

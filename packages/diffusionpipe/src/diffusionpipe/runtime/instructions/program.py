@@ -6,25 +6,22 @@ ranks would wait for each other is refused before anything runs.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 
 from diffusionpipe.planner.plan import Action, Plan
 from diffusionpipe.runtime.instructions.dataflow import Dataflow
 from diffusionpipe.runtime.instructions.messages import (
+    Rows,
     ValueMessage,
     find_samples,
-    list_estimates,
-    list_frozen,
-    list_values,
     name_lane,
     order_messages,
+    place_messages,
 )
 from diffusionpipe.runtime.instructions.plan_check import check_orders
 
 __all__ = ["Instruction", "Program", "compile_programs"]
-
-Rows = tuple[int, int]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,7 +59,7 @@ class Program:
     rank: int
     instructions: tuple[Instruction, ...]
     messages: tuple[ValueMessage, ...]
-    num_readers: dict[tuple[int, str], int]
+    num_readers: Counter[tuple[int, str]]
     edges: dict[tuple[int, int], tuple[str, ...]]
 
 
@@ -76,25 +73,17 @@ def compile_programs(plan: Plan, flow: Dataflow) -> list[Program]:
     """
     stages = flow.cut_stages(plan)
     check_orders(plan, flow)
-    place = {
-        (rank, action.kind, action.stage, action.micro_batch): index
-        for rank, order in enumerate(plan.order)
-        for index, action in enumerate(order)
-    }
-    unordered = [*list_values(plan, flow, place), *list_frozen(plan, flow, stages)]
-    if any(action.kind == "estimate" for action in plan.order[0]):
-        unordered += list_estimates(plan, stages, place)
     edges: dict[tuple[int, int], set[str]] = defaultdict(set)
     receives: dict[tuple[int, int], list[ValueMessage]] = defaultdict(list)
     sends: dict[tuple[int, int], list[ValueMessage]] = defaultdict(list)
     own: dict[int, list[ValueMessage]] = defaultdict(list)
-    for message in order_messages(plan, unordered):
-        low, high = sorted((message.sender, message.receiver))
-        edges[low, high].add(name_lane(message))
-        sends[message.sender, message.sent_by].append(message)
+    for message in order_messages(plan.order, list(place_messages(plan, flow))):
+        pair = message.sender, message.receiver
+        edges[min(pair), max(pair)].add(name_lane(message))
         receives[message.receiver, message.used_by].append(message)
-        own[message.sender].append(message)
-        own[message.receiver].append(message)
+        sends[message.sender, message.sent_by].append(message)
+        for rank in pair:
+            own[rank].append(message)
     lanes = {pair: tuple(sorted(edges[pair])) for pair in sorted(edges)}
     programs = []
     for rank, order in enumerate(plan.order):
@@ -119,7 +108,7 @@ def compile_programs(plan: Plan, flow: Dataflow) -> list[Program]:
                 rank=rank,
                 instructions=instructions,
                 messages=tuple(own[rank]),
-                num_readers={key: imports.count(key) for key in imports},
+                num_readers=Counter(imports),
                 edges=lanes,
             )
         )

@@ -11,21 +11,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from diffusionpipe.job.draws import Draw
 from diffusionpipe.job.job import Job, Prepared
 from diffusionpipe.job.layers import OUTPUT
-from diffusionpipe.runtime.instructions import Dataflow, StageFlow
+from diffusionpipe.runtime.instructions import Dataflow, Rows, StageFlow
 from diffusionpipe.runtime.stages.gradients import GradientSums
 from diffusionpipe.runtime.stages.health import Health
-from shared.kernels.philox import stream_key
 
 __all__ = ["StageCompute"]
-
-Rows = tuple[int, int]
-
-_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +66,6 @@ class StageCompute:
         self.health = Health()
         self.loss = torch.zeros((), dtype=torch.float64)
         self._differentiable = [one.differentiable for one in flow.backbones]
-        self._has_dropout = {stage: self._find_dropout(stage) for stage in held}
         self._num_uses = sum(stages[stage].is_prepared for stage in held)
         self._prepared: dict[tuple[bool, int], list[Any]] = {}
         self._kept: dict[tuple[int, int], _Kept] = {}
@@ -139,9 +133,6 @@ class StageCompute:
         state = dict(leaves)
         if prepared is not None:
             state |= {key: prepared.state[key] for key in flow.inputs}
-        if self._has_dropout[stage]:
-            key = stream_key(self.seed, self._step, flow.backbone, flow.first, samples[0])
-            torch.manual_seed(key)
         written = self.job.chains[flow.backbone].run(state, flow.first, flow.stop)
         loss = None
         if prepared is not None and flow.is_last:
@@ -232,14 +223,3 @@ class StageCompute:
         if not entry[1]:
             del self._prepared[key]
         return entry[0][flow.backbone]
-
-    def _find_dropout(self, stage: int) -> bool:
-        """Whether a stage draws random numbers, which are seeded by step and sample then."""
-        flow = self.stages[stage]
-        layers = self.job.chains[flow.backbone].layers[flow.first : flow.stop]
-        return any(
-            isinstance(module, _DROPOUTS) and module.training and module.p > 0
-            for layer in layers
-            for root in layer.modules
-            for module in root.modules()
-        )
