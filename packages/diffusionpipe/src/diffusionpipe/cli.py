@@ -52,15 +52,13 @@ class ProfileJob(JsonOption):
                 return
             self.out.parent.mkdir(parents=True, exist_ok=True)
             measured.save(self.out)
-            largest = measured.sizes[-1]
-            tables = [
-                row for chain in measured.chains for row in chain.forward_s + chain.backward_s
-            ]
-            trained_s = sum(row[-1] for row in tables)
+            trained_s = sum(
+                row[-1] for each in measured.chains for row in (*each.forward_s, *each.backward_s)
+            )
             frozen_s = sum(row[-1] for row in measured.frozen_s.values())
             record = {"profile": str(self.out), "trained_s": trained_s, "frozen_s": frozen_s}
             text = (
-                f"{largest} samples on {measured.device}: {format_s(trained_s)} trained, "
+                f"{measured.sizes[-1]} samples on {measured.device}: {format_s(trained_s)} trained, "
                 f"{format_s(frozen_s)} frozen; written to {self.out}"
             )
             self.print_result(record, text)
@@ -110,14 +108,8 @@ class MakePlan(_Search):
         )
         self.out.parent.mkdir(parents=True, exist_ok=True)
         chosen.save(self.out)
-        record = {
-            "plan": str(self.out),
-            "placement": chosen.placement,
-            "num_stages": chosen.num_stages,
-            "num_micro_batches": chosen.num_micro_batches,
-            "predicted_s": chosen.predicted_s,
-            "limit_s": chosen.limit_s,
-        }
+        names = ("placement", "num_stages", "num_micro_batches", "predicted_s", "limit_s")
+        record = {"plan": str(self.out)} | {name: getattr(chosen, name) for name in names}
         self.print_result(record, f"{chosen.explain()}\nwritten to {self.out}")
 
 
@@ -183,27 +175,17 @@ class Simulate(JsonOption):
     """Seconds of a frozen job; 0 for any division."""
     fill: str = "owned"
     """first, owned or paper."""
-    trace: Path | None = None
-    """Chrome trace to write."""
 
     def execute(self) -> None:
         """Prints what the step takes."""
         from diffusionpipe import simulate
-        from diffusionpipe.report import list_planned_bars, write_trace
 
         step = simulate(
             self.forward, self.backward, self.num_micro_batches, link_s=self.link,
             frozen_s=self.frozen, job_s=self.job, fill=self.fill,
         )  # fmt: skip
-        if self.trace is not None:
-            queues = [f"device {device}" for device in range(len(step.busy_s))]
-            write_trace({"simulated": list_planned_bars(step.timeline, queues)}, self.trace)
-        record = {
-            "makespan_s": step.makespan_s,
-            "bubble_share": step.bubble_share,
-            "in_flight": step.in_flight,
-            "busy_s": step.busy_s,
-        }
+        names = ("makespan_s", "bubble_share", "in_flight", "busy_s")
+        record = {name: getattr(step, name) for name in names}
         text = (
             f"{step.makespan_s:.4g} s a step (simulated), {step.bubble_share:.1%} idle; most "
             f"micro-batches in flight by stage: {', '.join(map(str, step.in_flight))}"
@@ -278,16 +260,15 @@ class TracePlan(JsonOption):
     def execute(self) -> None:
         """Replays one step, draws and writes it."""
         from diffusionpipe import JobProfile, Plan
-        from diffusionpipe.planner.costs import ChainCosts
+        from diffusionpipe.planner.costs import PlanInputs
         from diffusionpipe.planner.replay import PlanReplay
         from diffusionpipe.report import draw_steps, list_planned_bars, write_trace
         from shared.topology import Cluster
 
-        made, measured = Plan.load(self.plan), JobProfile.load(self.profile)
-        costs = [ChainCosts(measured, backbone) for backbone in range(len(measured.chains))]
-        replay = PlanReplay(made, measured, Cluster.from_yaml(self.cluster), costs)
+        made = Plan.load(self.plan)
+        inputs = PlanInputs(JobProfile.load(self.profile), Cluster.from_yaml(self.cluster))
         queues = [f"rank {rank}" for rank in range(made.num_ranks)]
-        steps = {"planned": list_planned_bars(replay.run(), queues)}
+        steps = {"planned": list_planned_bars(PlanReplay(made, inputs).run(), queues)}
         picture = self.out.with_suffix(".svg")
         write_trace(steps, self.out)
         draw_steps(steps, picture, "A step as planned")

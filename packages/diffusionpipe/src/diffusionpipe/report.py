@@ -60,11 +60,12 @@ def list_planned_bars(timeline: Timeline, queues: Sequence[str]) -> list[list[Ti
         device = number.get(operation.queue) if isinstance(operation.queue, str) else None
         if device is None or not isinstance(operation.name, tuple):
             continue
-        kind, *rest = operation.name
-        kind = _SAME.get(kind, kind)
-        label = " ".join(map(str, rest[:2])) if kind in ("forward", "backward", "estimate") else ""
+        # A replayed plan's names begin with an action, a simulated step's with its kind.
+        head = operation.name[0]
+        kind, first, second, *rest = (*(head if isinstance(head, tuple) else operation.name), "")
+        label = f"{first} {second}" if kind in ("forward", "backward", "estimate") else rest[0]
         start_s, end_s = float(timeline.start_s[i]), float(timeline.end_s[i])
-        bars[device].append(TimedBar(kind, start_s, end_s, label or str(rest[0])))
+        bars[device].append(TimedBar(_SAME.get(kind, kind), start_s, end_s, str(label)))
     return bars
 
 

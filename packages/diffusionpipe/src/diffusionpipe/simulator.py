@@ -6,25 +6,25 @@ belongs to the next batch, so that it may run at any time of the step.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import ceil, floor
+from math import ceil
 from typing import Literal, get_args
 
 import numpy as np
 
-from diffusionpipe.planner.fill import FrozenCost, fill_idle, split_evenly
-from diffusionpipe.planner.plan import Action
-from diffusionpipe.planner.schedule import (
-    count_in_flight,
-    order_1f1b,
-    replay_opposite,
+from diffusionpipe.planner.fill import (
+    FrozenCost,
+    encode_first,
+    fill_bubbles,
+    fill_idle,
+    find_slots,
 )
-from diffusionpipe.planner.slots import find_slots, share_evenly
+from diffusionpipe.planner.plan import Action, Order
+from diffusionpipe.planner.schedule import count_in_flight, order_1f1b, replay_opposite
 from shared.errors import ConfigError
 from shared.topology import Operation, Replay, Timeline
-from shared.topology.replay import Order
 
 __all__ = ["Filling", "SimulatedStep", "simulate", "simulate_bidirectional"]
 
@@ -33,12 +33,12 @@ Filling = Literal["first", "owned", "paper"]
 device by its own list; or as published: whenever the set of idle devices changes a new bubble
 begins, whose jobs are split over its devices evenly."""
 
+# Jobs into which work is cut that is divisible at will.
+_MANY = 2**40
 # Jobs that fit up to rounding fit.
 _ROUNDING = 1e-9
 
 Numbers = Sequence[float] | np.ndarray
-
-_Inserted = list[list[tuple[int, float]]]  # by device: (position, seconds) of frozen work
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,16 +96,25 @@ def simulate(
         )
     seconds = (forward_s, backward_s)
     order = order_1f1b(devices, num_micro_batches)
-    jobs = _cut_jobs(frozen_s, job_s, devices)
-    timeline = _replay(order, seconds, link_s, [[] for _ in range(devices)])
-    if jobs:
+    timeline = _replay(order, seconds, link_s, {})
+    if frozen_s:
+        is_divisible, job_s = not job_s, job_s or frozen_s / _MANY
+        jobs = max(ceil(frozen_s / job_s - _ROUNDING), 1)
+        cost = FrozenCost("", [0.0, job_s])
+        slots = find_slots(timeline, [f"device {device}" for device in range(devices)])
         if fill == "first":
-            inserted = _insert_first(jobs, devices)
+            insertions = encode_first(devices, [cost], jobs)
         elif fill == "owned":
-            inserted = _insert_owned(timeline, jobs, job_s, devices)
+            insertions = fill_idle(slots, [cost], jobs)
         else:
-            inserted = _insert_in_bubbles(timeline, jobs, job_s, devices)
-        timeline = _replay(order, seconds, link_s, inserted)
+            insertions = fill_bubbles(timeline, slots, cost, jobs)
+        work: dict[tuple[int, int], list[float]] = defaultdict(list)
+        for each in insertions:
+            count, size_s = (1, each.count * job_s) if is_divisible else (each.count, job_s)
+            work[each.device, each.position] += [size_s] * count
+        # The last job may be shorter; it counted as a whole one when its place was chosen.
+        work[each.device, each.position][-1] -= jobs * job_s - frozen_s
+        timeline = _replay(order, seconds, link_s, work)
     return _sum_up(timeline, devices, count_in_flight(order))
 
 
@@ -138,14 +147,13 @@ def simulate_bidirectional(
         _check_seconds("down, up", pair)
     if num_micro_batches < 1:
         raise ConfigError(f"num_micro_batches: expected 1 or more, got {num_micro_batches}")
-    devices = len(down[0])
     timeline = replay_opposite(
         list(zip(*down, strict=True)), list(zip(*up, strict=True)), num_micro_batches
     )
-    # All devices' actions in the order of their starts: counts by stage do not mix.
+    # All devices' actions in the order of their starts.
     names = [timeline.graph.operations[i].name for i in timeline.order]
     order = [name for name in names if isinstance(name, Action)]
-    return _sum_up(timeline, devices, count_in_flight([order]))
+    return _sum_up(timeline, len(down[0]), count_in_flight([order]))
 
 
 def _sum_up(timeline: Timeline, devices: int, in_flight: dict[int, int]) -> SimulatedStep:
@@ -161,139 +169,37 @@ def _sum_up(timeline: Timeline, devices: int, in_flight: dict[int, int]) -> Simu
 
 
 def _replay(
-    order: Sequence[Sequence[Action]],
+    order: Order,
     seconds: tuple[Numbers, Numbers],
     link_s: float,
-    inserted: _Inserted,
+    work: Mapping[tuple[int, int], Sequence[float]],
 ) -> Timeline:
-    operations = []
-    queues: dict[str, Order] = {f"device {device}": "given" for device in range(len(order))}
+    """Runs the passes with frozen work before some of them; messages wait for their turn."""
+    devices, operations = len(order), []
     for device, actions in enumerate(order):
-        jobs: dict[int, list[float]] = {}
-        for position, job_s in inserted[device]:
-            jobs.setdefault(position, []).append(job_s)
-        number = 0
+        queue = f"device {device}"
         for position in range(len(actions) + 1):
-            for job_s in jobs.get(position, ()):
-                operations.append(Operation(("frozen", device, number), f"device {device}", job_s))
-                number += 1
-            if position < len(actions):
-                action = actions[position]
-                message = _message_before(action, len(order))
-                after = [("send", *message) if link_s else message] if message else []
-                if action.kind == "backward" and action.stage == len(order) - 1:
-                    after = [("forward", action.stage, action.micro_batch)]
-                operations.append(
-                    Operation(
-                        (action.kind, action.stage, action.micro_batch),
-                        f"device {device}",
-                        seconds[action.kind == "backward"][action.stage],
-                        after,
-                    )
-                )
-                if message and link_s:
-                    queue = f"link {message[1]} to {action.stage}"
-                    queues[queue] = "readiness"
-                    operations.append(Operation(("send", *message), queue, link_s, [message]))
-    return Replay(operations, queues).run()
-
-
-def _message_before(action: Action, num_stages: int) -> tuple[str, int, int] | None:
-    """The pass on a neighbouring stage whose result a pass needs."""
-    kind, stage, micro_batch = action[:3]
-    source = stage - 1 if kind == "forward" else stage + 1
-    return (kind, source, micro_batch) if 0 <= source < num_stages else None
-
-
-def _cut_jobs(frozen_s: float, job_s: float, devices: int) -> list[float]:
-    """Seconds of each job; an equal share for each device if work is divisible at will."""
-    if not frozen_s:
-        return []
-    if not job_s:
-        return [frozen_s / devices] * devices
-    count = floor(frozen_s / job_s * (1 + _ROUNDING))
-    rest_s = frozen_s - count * job_s
-    return [job_s] * count + [rest_s] * (rest_s > _ROUNDING * job_s)
-
-
-def _insert_first(jobs: list[float], devices: int) -> _Inserted:
-    inserted, first = [], 0
-    for count in split_evenly(len(jobs), devices):
-        inserted.append([(0, job_s) for job_s in jobs[first : first + count]])
-        first += count
-    return inserted
-
-
-def _insert_owned(timeline: Timeline, jobs: list[float], job_s: float, devices: int) -> _Inserted:
-    slots = find_slots(timeline, [f"device {device}" for device in range(devices)])
-    inserted: _Inserted = [[] for _ in range(devices)]
-    if job_s:
-        # The last job may be shorter; it counts as a whole one when its place is chosen.
-        cost = FrozenCost("", [0.0, job_s])
-        left = list(jobs)
-        for insertion in fill_idle(slots, [cost], len(jobs)):
-            own = [(insertion.position, left.pop(0)) for _ in range(insertion.count)]
-            inserted[insertion.device] += own
-        return inserted
-    left_s = sum(jobs)
-    room_s = [sum(end - start for start, end in _idle(timeline, each)) for each in range(devices)]
-    share = min(left_s / sum(room_s), 1.0) if sum(room_s) else 0.0
-    for device, each in enumerate(slots):
-        quota_s = share * room_s[device]
-
-        def insert(position: int, available_s: float, device: int = device) -> float:
-            nonlocal quota_s, left_s
-            added_s = min(available_s, quota_s)
-            quota_s, left_s = quota_s - added_s, left_s - added_s
-            inserted[device].append((position, added_s))
-            return added_s
-
-        each.walk(insert)
-    more_s = share_evenly([each.finish_s for each in slots], max(left_s, 0.0))
-    for own, each, added_s in zip(inserted, slots, more_s, strict=True):
-        own.append((len(each.start_s), added_s))
-    return [[(position, each_s) for position, each_s in own if each_s > 0] for own in inserted]
-
-
-def _insert_in_bubbles(
-    timeline: Timeline, jobs: list[float], job_s: float, devices: int
-) -> _Inserted:
-    """The published form: bubbles between changes of the set of idle devices, shared evenly."""
-    gaps = [_idle(timeline, device) for device in range(devices)]
-    slots = find_slots(timeline, [f"device {device}" for device in range(devices)])
-    left = list(jobs)
-    left_s = sum(jobs)
-    inserted: _Inserted = [[] for _ in range(devices)]
-    points = sorted({point for own in gaps for gap in own for point in gap})
-    for start, end in itertools.pairwise(points):
-        idle = [d for d in range(devices) if any(a <= start and end <= b for a, b in gaps[d])]
-        if not idle:
-            continue
-        length_s = (end - start) * (1 + _ROUNDING)
-        count = floor(length_s / job_s) if job_s else 1
-        for device in idle:
-            position = sum(each <= start for each in slots[device].start_s)
-            for _ in range(count):
-                if job_s and left:
-                    inserted[device].append((position, left.pop()))
-            if not job_s:
-                added_s = min(end - start, left_s / len(idle))
-                inserted[device].append((position, added_s))
-        if not job_s:
-            left_s -= len(idle) * min(end - start, left_s / len(idle))
-    ends = [len(each.start_s) for each in slots]
-    if not job_s:
-        rest = [left_s / devices] * devices if left_s > 0 else [0.0] * devices
-        for own, end, added_s in zip(inserted, ends, rest, strict=True):
-            own.append((end, added_s))
-    for number in range(ceil(len(left) / devices) if job_s else 0):
-        for device, job in enumerate(left[number * devices : (number + 1) * devices]):
-            inserted[device].append((ends[device], job))
-    return [[(position, each_s) for position, each_s in own if each_s > 0] for own in inserted]
-
-
-def _idle(timeline: Timeline, device: int) -> list[tuple[float, float]]:
-    return [(float(start), float(end)) for start, end in timeline.gaps_s(f"device {device}")]
+            for number, job_s in enumerate(work.get((device, position), ())):
+                name = ("frozen", device, position, number)
+                operations.append(Operation(name, queue, max(job_s, 0.0)))
+            if position == len(actions):
+                break
+            name = kind, stage, micro_batch = actions[position][:3]
+            is_backward = kind == "backward"
+            source = stage + 1 if is_backward else stage - 1
+            after: list[tuple] = []
+            if 0 <= source < devices:
+                message = (kind, source, micro_batch)
+                after = [("send", *message) if link_s else message]
+                if link_s:
+                    link = f"link {source} to {stage}"
+                    operations.append(Operation(after[0], link, link_s, [message]))
+            elif is_backward:
+                after = [("forward", stage, micro_batch)]
+            operations.append(Operation(name, queue, seconds[is_backward][stage], after))
+    queues = {operation.queue: "readiness" for operation in operations}
+    queues |= {f"device {device}": "given" for device in range(devices)}
+    return Replay(operations, queues).run()  # type: ignore[arg-type]
 
 
 def _check_seconds(name: str, values: Numbers) -> None:

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from diffusionpipe import plan
-from diffusionpipe.planner.costs import ChainCosts
+from diffusionpipe.planner.costs import PlanInputs
 from diffusionpipe.planner.replay import PlanReplay
 from diffusionpipe.runtime.instructions import compile_programs
 from diffusionpipe.runtime.virtual import read_values
@@ -46,7 +46,7 @@ def test_a_chain_without_links_takes_its_closed_form(make_profile):
     chosen = plan(
         None, profile, cluster, batch_size=16, num_stages=2, num_micro_batches=4, placement="chain"
     )
-    replay = PlanReplay(chosen, profile, cluster, [ChainCosts(profile)])
+    replay = PlanReplay(chosen, PlanInputs(profile, cluster))
     period_s = 4 * 0.03 * 4
     assert replay.run(is_passes_only=True).makespan_s == pytest.approx(
         (4 + 2 - 1) * period_s, rel=0.01
@@ -58,7 +58,7 @@ def test_a_sum_starts_inside_the_last_backward_pass(make_profile):
     chosen = plan(
         None, profile, make_cluster(2), batch_size=4, placement="data", num_micro_batches=1
     )
-    replay = PlanReplay(chosen, profile, make_cluster(2), [ChainCosts(profile)])
+    replay = PlanReplay(chosen, PlanInputs(profile, make_cluster(2)))
     timeline = replay.run()
     # Buckets of 5 MB are layers here; a sum over two ranks at 12.5 MB/s takes 0.4 s and 4 messages.
     sums = [timeline.span_s(("sum", 0, bucket, 0)) for bucket in range(4)]

@@ -64,12 +64,6 @@ def test_folded_lists_run_on_their_devices(execute, devices, micro_batches, data
         assert {action.stage for action in own} == {device, stages - 1 - device}
 
 
-def test_folded_lists_keep_as_few_in_flight_as_asked(execute):
-    order = order_by_events([0, 1, 2, 3, 2, 1, 0], [1.0] * 7, [2.0] * 7, 12, max_in_flight=3)
-    assert max(count_in_flight(order).values()) <= 3
-    execute(order, [7])
-
-
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 5), st.integers(1, 7), st.data())
 def test_opposite_lists_run_on_their_devices(execute, devices, micro_batches, data):

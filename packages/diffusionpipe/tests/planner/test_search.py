@@ -85,7 +85,7 @@ def test_slow_links_choose_a_pipeline_and_fast_ones_do_not(make_profile):
     assert "Do not pipeline" not in slow.explain()
     fast = plan(None, profile, make_cluster(2, rate=1000 * Gbps), batch_size=16)
     assert fast.placement == "data"
-    assert fast.explain().startswith("Do not pipeline. Data parallel on 2 ranks")
+    assert fast.explain().startswith("Do not pipeline. Data parallelism on 2 ranks")
 
 
 def test_heavy_skips_choose_folding(make_profile):
@@ -100,7 +100,13 @@ def test_heavy_skips_choose_folding(make_profile):
 
 def test_explain_names_the_runner_up_the_limit_and_the_cache(make_profile):
     text = plan(None, make_profile(9), make_cluster(2), batch_size=16).explain()
-    for words in ("Runner-up: ", "Limit: ", "Idle time left: ", "from a cache, ", "With links "):
+    for words in (
+        "Runner-up: ",
+        "Limit: ",
+        "Idle time left: ",
+        "cached it would take ",
+        "With links ",
+    ):
         assert words in text
 
 
@@ -113,7 +119,6 @@ def test_memory_is_a_hard_bound(make_profile):
     chosen = plan(None, profile, make_cluster(2, rate=1000 * Gbps, device=small), batch_size=16)
     assert chosen.placement != "data"
     assert all(each.peak_bytes <= small.memory_bytes for each in chosen.ranks)
-    assert any(not each.is_feasible for each in chosen.candidates)
     assert "too much" in chosen.explain()
     tiny = replace(CPU, memory_bytes=1_000_000_000)
     with pytest.raises(ConfigError, match=r"plan: expected a plan within 954 MiB a device, got"):
@@ -143,13 +148,18 @@ def test_fixed_numbers_are_kept(make_profile):
             "placement: expected one of data, chain, folded for a job of 1 backbones",
         ),
         ({"batch_size": 0}, "batch_size: expected 1 or more, got 0"),
+        (
+            {"num_stages": 5, "placement": "folded", "ranks": 5},
+            "expected at most 4 for a folded chain of 8 layers",
+        ),
         ({"num_stages": 2, "placement": "data"}, "expected 1 for placement 'data'"),
         ({"batch_size": 7, "placement": "data"}, "choose a multiple of 2"),
     ],
 )
 def test_bad_choices_are_refused(make_profile, options, text):
+    cluster = make_cluster(options.pop("ranks", 2))
     with pytest.raises(ConfigError, match=text):
-        plan(None, make_profile(8), make_cluster(2), **{"batch_size": 16} | options)
+        plan(None, make_profile(8), cluster, **{"batch_size": 16} | options)
 
 
 @pytest.mark.parametrize("placement", ["data", "opposite"])

@@ -63,16 +63,16 @@ def test_traffic_table_counts_each_value_once(make_profile, layers, skips, data)
             if inside and any(i >= stop for i in readers):
                 sent += chain.value_bytes[key]
     # With gradients of all values, both directions carry what comes in and what goes out.
-    assert ChainCosts(profile).traffic_table[first, stop] == received + sent
+    assert ChainCosts(profile, 0).traffic_table[first, stop] == received + sent
 
 
 def test_values_without_gradient_travel_one_way(make_profile):
     profile = make_profile(4, hidden_bytes=100)
     object.__setattr__(profile.chains[0], "differentiable", ())
-    table = ChainCosts(profile).traffic_table
+    table = ChainCosts(profile, 0).traffic_table
     assert table[0, 2] == 100 + 10
     assert table[2, 4] == 100 + 10
     assert np.all(np.tril(table) == 0)
-    assert ChainCosts(make_profile(4, hidden_bytes=100)).traffic_table[1, 2] == pytest.approx(
+    assert ChainCosts(make_profile(4, hidden_bytes=100), 0).traffic_table[1, 2] == pytest.approx(
         100 + 10 + 100
     )

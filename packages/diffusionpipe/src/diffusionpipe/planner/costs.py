@@ -1,49 +1,50 @@
-"""Seconds and bytes of spans of layers, read off a profile."""
+"""Seconds and bytes of spans of layers and of messages, read off a profile and a cluster."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from diffusionpipe.planner.fill import FrozenCost
 from diffusionpipe.planner.partitioning.partition import sum_spans
+from shared.topology import Cluster, Link
+from shared.topology.cost import ring_all_reduce_s
 
 if TYPE_CHECKING:
     from diffusionpipe.profiler.job_profile import JobProfile
 
-__all__ = ["ChainCosts", "list_frozen_costs"]
+__all__ = ["ChainCosts", "PlanInputs"]
 
 # Bytes of AdamW's two moments for each byte of trained weights.
 _OPTIMIZER_FACTOR = 2
 
 
 class ChainCosts:
-    """Costs of one backbone's layers.
+    """Costs of one backbone's layers. Tables are [i, j], of layers i to j.
 
     Args:
         profile: measured figures.
         backbone: index of the backbone.
-        fraction: probability that a step has a self-conditioning pass, whose expected forward time
-            is added.
     """
 
-    def __init__(self, profile: JobProfile, backbone: int = 0, fraction: float = 0.0) -> None:
-        self.profile = profile
+    def __init__(self, profile: JobProfile, backbone: int) -> None:
         self.chain = profile.chains[backbone]
         self.num_layers = len(self.chain.layers)
-        self._fraction = fraction
+        self._profile = profile
         self._seconds: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
     def layer_seconds(self, rows: int) -> tuple[np.ndarray, np.ndarray]:
         """Forward and backward seconds by layer of so many samples on one device [layer]."""
         if rows not in self._seconds:
-            self._seconds[rows] = (
-                np.array([self.profile.seconds(row, rows) for row in self.chain.forward_s]),
-                np.array([self.profile.seconds(row, rows) for row in self.chain.backward_s]),
+            forward_s, backward_s = (
+                np.array([self._profile.seconds(row, rows) for row in table])
+                for table in (self.chain.forward_s, self.chain.backward_s)
             )
+            self._seconds[rows] = forward_s, backward_s
         return self._seconds[rows]
 
     def span_seconds(self, span: tuple[int, int], rows: int) -> tuple[float, float]:
@@ -53,79 +54,129 @@ class ChainCosts:
         return float(forward_s[own].sum()), float(backward_s[own].sum())
 
     def time_table(self, rows: int) -> tuple[np.ndarray, np.ndarray]:
-        """Seconds of both passes, and of the backward pass, of layers i to j [i, j]."""
+        """Seconds of all passes, and of the backward pass.
+
+        Steps that predict twice with some probability count with their expected forward time.
+        """
         forward_s, backward_s = self.layer_seconds(rows)
         backward = sum_spans(backward_s)
-        return sum_spans(forward_s * (1 + self._fraction)) + backward, backward
+        return sum_spans(forward_s * (1 + self._profile.self_conditioning)) + backward, backward
 
     @cached_property
     def gradient_table(self) -> np.ndarray:
-        """Bytes of gradients of layers i to j [i, j]."""
+        """Bytes of gradients."""
         return sum_spans(self.chain.gradient_bytes)
 
     @cached_property
     def fixed_table(self) -> np.ndarray:
-        """Bytes of weights, gradients and optimizer state of layers i to j [i, j]."""
+        """Bytes of weights, gradients and optimizer state."""
         return sum_spans(self.chain.parameter_bytes) + (1 + _OPTIMIZER_FACTOR) * self.gradient_table
 
     @cached_property
     def saved_table(self) -> np.ndarray:
-        """Bytes a sample that layers i to j keep for their backward pass [i, j]."""
+        """Bytes a sample that are kept for the backward pass."""
         return sum_spans(self.chain.saved_bytes)
 
     @cached_property
     def traffic_table(self) -> np.ndarray:
-        """Bytes a sample that layers i to j send to the layers around them, or receive [i, j].
+        """Bytes a sample between layers i to j and those around them, in the busier direction.
 
-        Values in and the gradients of values out share a direction of the link, values out and the
-        gradients of values in the other one; the larger of both counts.
+        Values in and the gradients of values out share a direction of the link.
         """
-        layers = self.num_layers
-        firsts, stops = np.arange(layers + 1)[:, None], np.arange(layers + 1)[None, :]
-        received = np.zeros((layers + 1, layers + 1))
-        sent = np.zeros((layers + 1, layers + 1))
-        for key, writer, readers in list_values(self.chain.reads, self.chain.writes):
-            count = np.searchsorted(readers, np.arange(layers + 1))
-            num_bytes = self.chain.value_bytes[key]
-            back = num_bytes * (key in self.chain.differentiable)
-            comes_in = (writer < firsts) & (count[None, :] > count[:, None])
-            goes_out = (firsts <= writer) & (writer < stops) & (readers[-1] >= stops)
-            received += num_bytes * comes_in + back * goes_out
-            sent += num_bytes * goes_out + back * comes_in
+        chain, size = self.chain, self.num_layers + 1
+        firsts, stops = np.arange(size)[:, None], np.arange(size)[None, :]
+        received, sent = np.zeros((size, size)), np.zeros((size, size))
+        for writer, keys in enumerate(chain.writes):
+            for key in keys:
+                readers = [layer for layer, own in enumerate(chain.reads) if key in own]
+                if not readers:
+                    continue
+                count = np.searchsorted(readers, np.arange(size))
+                num_bytes = chain.value_bytes[key]
+                back = num_bytes * (key in chain.differentiable)
+                comes_in = (writer < firsts) & (count[None, :] > count[:, None])
+                goes_out = (firsts <= writer) & (writer < stops) & (readers[-1] >= stops)
+                received += num_bytes * comes_in + back * goes_out
+                sent += num_bytes * goes_out + back * comes_in
         return np.where(firsts < stops, np.maximum(received, sent), 0.0)
 
 
-def list_values(
-    reads: Sequence[Sequence[str]], writes: Sequence[Sequence[str]]
-) -> list[tuple[str, int, list[int]]]:
-    """Lists each value that a layer writes and another reads: key, writing layer, reading layers."""
-    readers: dict[str, list[int]] = {}
-    for layer, keys in enumerate(reads):
-        for key in dict.fromkeys(keys):
-            readers.setdefault(key, []).append(layer)
-    return [
-        (key, layer, readers[key])
-        for layer, keys in enumerate(writes)
-        for key in keys
-        if key in readers
-    ]
+@dataclass(frozen=True)
+class PlanInputs:
+    """A job's profile and the cluster to plan for.
 
-
-def list_frozen_costs(profile: JobProfile, num_samples: int) -> list[FrozenCost]:
-    """Seconds of each frozen component by number of samples encoded at once.
-
-    At most as many as the largest that was measured, or as there are.
+    Attributes:
+        profile: measured figures.
+        cluster: ranks and links.
     """
-    most = min(profile.sizes[-1], num_samples)
-    return [
-        FrozenCost(
-            name,
-            [
-                0.0,
-                *np.maximum.accumulate(
-                    [profile.seconds(row, count) for count in range(1, most + 1)]
-                ).tolist(),
-            ],
-        )
-        for name, row in profile.frozen_s.items()
-    ]
+
+    profile: JobProfile
+    cluster: Cluster
+
+    @cached_property
+    def costs(self) -> tuple[ChainCosts, ...]:
+        """Costs of each backbone."""
+        return tuple(ChainCosts(self.profile, index) for index in range(len(self.profile.chains)))
+
+    @cached_property
+    def memory_bytes(self) -> list[int]:
+        """Memory of each rank's device."""
+        return [self.cluster.device(rank).memory_bytes for rank in range(self.cluster.num_ranks)]
+
+    def list_frozen_costs(self, num_samples: int) -> list[FrozenCost]:
+        """Seconds of each frozen component by number of samples encoded at once.
+
+        Args:
+            num_samples: most samples to encode; no more at once than were measured.
+        """
+        most = min(self.profile.sizes[-1], num_samples)
+        return [
+            FrozenCost(
+                name,
+                [0.0, *np.maximum.accumulate(
+                    [self.profile.seconds(row, count) for count in range(1, most + 1)]
+                ).tolist()],
+            )
+            for name, row in self.profile.frozen_s.items()
+        ]  # fmt: skip
+
+    def find_frozen_s(self, num_samples: int) -> float:
+        """Seconds of all frozen components on one device."""
+        return sum(each.time_s(num_samples) for each in self.list_frozen_costs(num_samples))
+
+    def find_ring_link(self, ranks: Sequence[int]) -> Link:
+        """The slowest link of a ring of ranks."""
+        ring = zip(ranks, [*ranks[1:], ranks[0]], strict=True)
+        return max((self.cluster.link(*pair) for pair in ring), key=_time_megabyte)
+
+    def find_sync_s(self, num_bytes: Any, ranks: Sequence[int]) -> Any:
+        """Seconds of a sum of gradients over ranks; an array for an array of bytes."""
+        if len(ranks) == 1:
+            return 0.0 * num_bytes
+        link = self.find_ring_link(ranks)
+        latency_s = ring_all_reduce_s(link, 0, len(ranks))
+        per_byte_s = (ring_all_reduce_s(link, 1_000_000, len(ranks)) - latency_s) / 1_000_000
+        return (num_bytes > 0) * latency_s + num_bytes * per_byte_s
+
+    def find_link_s(self, devices: Sequence[Sequence[int]], num_bytes: np.ndarray) -> np.ndarray:
+        """Seconds of a micro-batch's messages of one replica, while all replicas send.
+
+        Args:
+            devices: ranks of neighbouring stages, equally many in each.
+            num_bytes: bytes of the messages of one replica.
+        """
+        neighbours = zip(devices, devices[1:], strict=False)
+        pairs = [pair for both in neighbours for pair in zip(*both, strict=True)]
+        link = max((self.cluster.link(*pair) for pair in pairs), key=_time_megabyte)
+        # Messages of ranks of one host to other hosts take turns.
+        leaving: dict[str, int] = {}
+        for source, target in pairs:
+            host = self.cluster.host(source).name
+            leaving[host] = leaving.get(host, 0) + (self.cluster.host(target).name != host)
+        share = max(1, max(leaving.values()) // (len(devices) - 1))
+        seconds = 2 * float(link.alpha_s) + share * num_bytes * float(link.beta_s_per_byte)
+        return np.where(num_bytes > 0, seconds, 0.0)
+
+
+def _time_megabyte(link: Link) -> float:
+    return float(link.time_s(1_000_000))

@@ -1,104 +1,120 @@
-"""Describes a plan in text: winner, runner-up, limit, idle time, caching, what would change it."""
+"""Describes a choice in text: winner, runner-up, limit, idle time, caching, what would change it."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
+from diffusionpipe.planner.plan import Plan
 from shared.units import format_bytes, format_s
 
-__all__ = ["explain"]
+__all__ = ["explain", "name_stages"]
 
-# Candidates that are listed.
+# Other plans that are listed.
 _MAX_ROWS = 6
 # A gain below this share is not worth naming.
 _NOTABLE = 0.01
 
 
-def explain(plan: Any) -> str:
-    """Describes a plan.
+def explain(
+    best: Plan, others: Sequence[Plan], lacking: Sequence[Plan], changes: Sequence[str]
+) -> str:
+    """Describes a choice.
 
     Args:
-        plan: a `diffusionpipe.Plan`, which imports this module.
-
-    Returns:
-        Lines on the step, what else was replayed, idle time, frozen parts and memory.
+        best: the fastest plan that fits into memory.
+        others: the other plans that fit, the fastest first.
+        lacking: plans that do not fit, the fastest first.
+        changes: sentences on what would change the choice.
     """
-    lines = [_describe_winner(plan), *_describe_limit(plan)]
-    if plan.candidates:
-        lines += ["", *_list_candidates(plan)]
-    return "\n".join([*lines, *(f"{note}." for note in plan.notes)])
+    lines = [_describe_winner(best, others, lacking), *_describe_step(best)]
+    if others:
+        lines.append(f"Runner-up: {_describe(others[0])}, {_compare(others[0], best)}.")
+    rows = sorted([*others[1:], *lacking], key=lambda each: each.predicted_s)
+    for each in rows[:_MAX_ROWS]:
+        need = f"; needs {format_bytes(_find_peak(each))} a rank, too much" * (each in lacking)
+        lines.append(
+            f"  {_describe(each)}: {_compare(each, best)}, idle {_find_idle(each):.0%}{need}"
+        )
+    if lacking and lacking[0].predicted_s < best.predicted_s:
+        lines.append(
+            f"With {format_bytes(_find_peak(lacking[0]))} of memory a rank, {_describe(lacking[0])} "
+            f"would be the fastest: {_compare(lacking[0], best)}."
+        )
+    return "\n".join([*lines, *changes])
 
 
-def _describe_winner(plan: Any) -> str:
-    own = next((each for each in plan.candidates if _is_own(plan, each)), None)
-    name = own.describe() if own else f"{plan.placement} of {plan.num_stages} stages"
-    text = f"{name[0].upper()}{name[1:]}: {format_s(plan.predicted_s)} a step (predicted)."
-    if plan.placement == "data" and plan.num_ranks > 1:
-        piped = [each for each in plan.candidates if each.placement != "data" and each.is_feasible]
-        if piped:
-            text = (
-                f"Do not pipeline. {text} The fastest pipeline, a {piped[0].describe()}, would take "
-                f"{format_s(piped[0].step_s)}."
-            )
-        else:
-            text = f"Do not pipeline. {text}"
+def name_stages(plan: Plan) -> str:
+    """Names a way of training."""
+    words = {"chain": "a chain", "folded": "a folded chain", "opposite": "two opposite chains"}
+    if plan.placement == "data":
+        return "data parallelism"
+    return f"{words[plan.placement]} of {plan.num_stages} stages"
+
+
+def _describe_winner(best: Plan, others: Sequence[Plan], lacking: Sequence[Plan]) -> str:
+    name = _describe(best)
+    text = f"{name[0].upper()}{name[1:]}: {format_s(best.predicted_s)} a step (predicted)."
+    if best.num_ranks == 1:
+        return text
+    # The rival is the best of the other way of training: all layers on each rank, or some.
+    is_data = best.placement == "data"
+    text = f"{'Do not pipeline' if is_data else 'Pipeline'}. {text}"
+    kind = "The fastest pipeline" if is_data else "Data parallelism"
+    rivals, large = (
+        [each for each in plans if (each.placement == "data") != is_data]
+        for plans in (others, lacking)
+    )
+    if rivals:
+        what = f", {_describe(rivals[0])}," if is_data else ""
+        return f"{text} {kind}{what} would take {_compare(rivals[0], best)}."
+    if large:
+        need = format_bytes(min(map(_find_peak, large)))
+        return f"{text} {kind} does not fit: it needs {need} of memory a rank."
     return text
 
 
-def _describe_limit(plan: Any) -> list[str]:
-    if not plan.ranks or not plan.predicted_s:
-        return []
-    idle_s = sum(each.idle_s for each in plan.ranks) / len(plan.ranks)
-    encode_s = sum(each.encode_s for each in plan.ranks) / len(plan.ranks)
+def _describe_step(best: Plan) -> list[str]:
+    idle = _find_idle(best)
+    encode_s = sum(each.encode_s for each in best.ranks) / best.num_ranks
+    times = best.predicted_s / best.limit_s if best.limit_s else 1.0
     lines = [
-        f"Limit: {format_s(plan.limit_s)}, if all compute were spread evenly and nothing else took "
-        f"time; the plan takes {plan.predicted_s / plan.limit_s:.2f} of it. Idle time left: "
-        f"{format_s(idle_s)} a rank ({idle_s / plan.predicted_s:.0%})."
-        if plan.limit_s
-        else "Nothing is computed."
+        f"Limit: {format_s(best.limit_s)}, if all compute were spread evenly and nothing else took "
+        f"time; the step takes {times:.2f} of it. Idle time left: {format_s(idle * best.predicted_s)} "
+        f"a rank ({idle:.0%})."
     ]
     if encode_s:
+        gain = 1 - best.cached_s / best.predicted_s
+        saved = f"{gain:.0%} less" if gain >= _NOTABLE else "no gain: idle time hides them"
         lines.append(
-            f"Frozen parts: {format_s(encode_s)} a rank. Run before the step they would make it "
-            f"{format_s(plan.unfilled_s)}; from a cache, {format_s(plan.cached_s)} "
-            f"({_describe_gain(plan.predicted_s, plan.cached_s)})."
+            f"Frozen parts: {format_s(encode_s)} a rank, in idle time as far as they fit. Run before "
+            f"the step they would make it {format_s(best.unfilled_s)}; with latents and other frozen "
+            f"outputs cached it would take {format_s(best.cached_s)} ({saved})."
         )
-    peak_bytes = max(each.peak_bytes for each in plan.ranks)
-    sent_bytes = max(each.sent_bytes for each in plan.ranks)
     lines.append(
-        f"A rank needs up to {format_bytes(peak_bytes)} of memory and sends up to "
-        f"{format_bytes(sent_bytes)} a step."
+        f"A rank needs up to {format_bytes(_find_peak(best))} of memory and sends up to "
+        f"{format_bytes(max(each.sent_bytes for each in best.ranks))} a step."
     )
     return lines
 
 
-def _describe_gain(before_s: float, after_s: float) -> str:
-    gain = 1 - after_s / before_s if before_s else 0.0
-    return f"{gain:.0%} less" if gain >= _NOTABLE else "no gain"
+def _describe(plan: Plan) -> str:
+    counts = sorted(map(len, plan.devices))
+    copies = str(counts[0]) if counts[0] == counts[-1] else f"{counts[0]} to {counts[-1]}"
+    ranks = f"{copies} rank{'s' * (copies != '1')}{' each' * (plan.placement != 'data')}"
+    batches = f"{plan.num_micro_batches} micro-batch{'es' * (plan.num_micro_batches > 1)}"
+    return f"{name_stages(plan)} on {ranks}, {batches}"
 
 
-def _list_candidates(plan: Any) -> list[str]:
-    others = [each for each in plan.candidates if not _is_own(plan, each)]
-    lines = []
-    feasible = [each for each in others if each.is_feasible]
-    if feasible:
-        slower = feasible[0].step_s / plan.predicted_s - 1 if plan.predicted_s else 0.0
-        lines.append(
-            f"Runner-up: {feasible[0].describe()}, {format_s(feasible[0].step_s)} ({slower:+.0%})."
-        )
-    # In the order of their steps, so that faster ones that lack memory come first.
-    for each in [each for each in others if each not in feasible[:1]][:_MAX_ROWS]:
-        lacks = "" if each.is_feasible else f"; needs {format_bytes(each.peak_bytes)}, too much"
-        lines.append(
-            f"  {each.describe()}: {format_s(each.step_s)}, idle {each.idle_share:.0%}{lacks}"
-        )
-    return lines
+def _compare(plan: Plan, best: Plan) -> str:
+    change = plan.predicted_s / best.predicted_s - 1 if best.predicted_s else 0.0
+    return f"{format_s(plan.predicted_s)} ({change:+.0%})"
 
 
-def _is_own(plan: Any, candidate: Any) -> bool:
-    return (
-        candidate.placement == plan.placement
-        and candidate.num_stages == plan.num_stages
-        and candidate.num_micro_batches == plan.num_micro_batches
-        and candidate.step_s == plan.predicted_s
-    )
+def _find_idle(plan: Plan) -> float:
+    """Share of all ranks' time in which they compute nothing."""
+    whole_s = plan.predicted_s * plan.num_ranks
+    return sum(each.idle_s for each in plan.ranks) / whole_s if whole_s else 0.0
+
+
+def _find_peak(plan: Plan) -> int:
+    return max(each.peak_bytes for each in plan.ranks)

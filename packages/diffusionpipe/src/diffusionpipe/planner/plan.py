@@ -7,15 +7,13 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
-from math import gcd
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
-from diffusionpipe.planner.explanation import explain
 from shared.errors import ConfigError, DataError
 from shared.files import read_json, write_atomically
 
-__all__ = ["Action", "Candidate", "Kind", "Placement", "Plan", "RankForecast", "count_groups"]
+__all__ = ["Action", "Kind", "Order", "Placement", "Plan", "RankForecast"]
 
 _FORMAT = 1
 
@@ -47,6 +45,10 @@ class Action(NamedTuple):
     samples: tuple[int, int] = (0, 0)
 
 
+Order = tuple[tuple[Action, ...], ...]
+"""Actions by rank or device."""
+
+
 class RankForecast(NamedTuple):
     """What the replay of a plan says of one rank.
 
@@ -63,41 +65,6 @@ class RankForecast(NamedTuple):
     idle_s: float
     sent_bytes: int
     peak_bytes: int
-
-
-class Candidate(NamedTuple):
-    """A plan that the search replayed.
-
-    Attributes:
-        placement, num_stages, num_micro_batches: as of `Plan`.
-        replicas: ranks of each stage of a pipeline, over all groups.
-        step_s: predicted seconds of a step.
-        idle_share: share of all ranks' time in which they compute nothing.
-        peak_bytes: most memory that a rank needs.
-        is_feasible: whether every rank has that memory.
-    """
-
-    placement: str
-    num_stages: int
-    num_micro_batches: int
-    replicas: tuple[int, ...]
-    step_s: float
-    idle_share: float
-    peak_bytes: int
-    is_feasible: bool = True
-
-    def describe(self) -> str:
-        """Names the candidate in a few words."""
-        if self.placement == "data":
-            ranks = f"on {self.replicas[0]} ranks"
-            return f"data parallel {ranks}, {self.num_micro_batches} micro-batches"
-        counts = sorted(set(self.replicas))
-        copies = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
-        words = {"chain": "chain", "folded": "folded chain", "opposite": "two opposite chains"}
-        return (
-            f"{words[self.placement]} of {self.num_stages} stages, {copies} replicas, "
-            f"{self.num_micro_batches} micro-batches"
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,8 +94,7 @@ class Plan:
         unfilled_s: predicted seconds if every rank encoded its share before the step.
         edges: bytes of a step by (source rank, target rank), without those of sums.
         ranks: forecast of each rank.
-        candidates: what else was replayed, the fastest first.
-        notes: what a reader must know of the choice.
+        explanation: why a search chose this plan.
         fingerprints: what the plan was made for, by name: a hash of the profile, of the cluster.
 
     Raises:
@@ -141,8 +107,8 @@ class Plan:
     batch_size: int
     spans: tuple[tuple[int, int], ...]
     devices: tuple[tuple[int, ...], ...]
-    order: tuple[tuple[Action, ...], ...]
-    estimate_order: tuple[tuple[Action, ...], ...] = ()
+    order: Order
+    estimate_order: Order = ()
     num_groups: int = 1
     backbones: tuple[int, ...] = ()
     owners: Mapping[str, tuple[tuple[tuple[int, int], ...], ...]] = field(default_factory=dict)
@@ -153,8 +119,7 @@ class Plan:
     unfilled_s: float = 0.0
     edges: Mapping[tuple[int, int], int] = field(default_factory=dict)
     ranks: tuple[RankForecast, ...] = ()
-    candidates: tuple[Candidate, ...] = ()
-    notes: tuple[str, ...] = ()
+    explanation: str = ""
     fingerprints: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -190,6 +155,10 @@ class Plan:
         """Returns the virtual stages that a rank holds."""
         return self._stages_by_rank[rank]
 
+    def list_backbone(self, backbone: int) -> list[int]:
+        """Returns the virtual stages of a backbone."""
+        return [v for v, each in enumerate(self.backbones) if each == backbone]
+
     def samples(self, stage: int, micro_batch: int, rank: int) -> range:
         """Returns the rows of the batch that a rank computes in a pass of a stage it holds.
 
@@ -205,8 +174,11 @@ class Plan:
         return range(first, first + rows * self.num_groups // len(self.devices[stage]))
 
     def explain(self) -> str:
-        """Describes the plan: winner, runner-up, limit, idle time, and what would change the choice."""
-        return explain(self)
+        """Returns why it was chosen: winner, runner-up, limit, idle time, what would change it."""
+        return (
+            self.explanation
+            or f"{self.placement}, {self.num_stages} stages: not chosen by a search"
+        )
 
     def fingerprint(self) -> str:
         """Returns 16 hexadecimal digits that differ between different plans."""
@@ -270,11 +242,6 @@ class Plan:
         ]
 
 
-def count_groups(devices: tuple[tuple[int, ...], ...]) -> int:
-    """Returns how many copies of a pipeline its stages' ranks make up: the gcd of their numbers."""
-    return gcd(*(len(ranks) for ranks in devices))
-
-
 def _build_plan(tree: dict[str, Any]) -> Plan:
     if tree["format"] != _FORMAT:
         raise ValueError(f"format {tree['format']!r}")
@@ -292,11 +259,7 @@ def _build_plan(tree: dict[str, Any]) -> Plan:
     values["devices"] = tuple(tuple(ranks) for ranks in values["devices"])
     values["edges"] = {(source, target): count for source, target, count in values["edges"]}
     values["ranks"] = tuple(RankForecast(*each) for each in values["ranks"])
-    values["candidates"] = tuple(
-        Candidate(*each)._replace(replicas=tuple(each[3])) for each in values["candidates"]
-    )
-    for name in ("backbones", "notes"):
-        values[name] = tuple(values[name])
+    values["backbones"] = tuple(values["backbones"])
     return Plan(**values)
 
 

@@ -12,24 +12,66 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from math import ceil
 
-from diffusionpipe.planner.plan import Action, Kind
+from diffusionpipe.planner.plan import Action, Kind, Order, Plan
 from shared.topology import Operation, Replay, Timeline
-from shared.topology.replay import Order as QueueOrder
 
 __all__ = [
-    "Order",
     "count_in_flight",
+    "list_orders",
     "order_1f1b",
     "order_by_events",
     "order_opposite",
     "replay_opposite",
 ]
 
-Order = tuple[tuple[Action, ...], ...]
-"""Actions by device."""
-
 # Micro-batches in flight, as a multiple of the devices, beyond which more never won in simulations.
 _MAX_WINDOW = 2
+# Further forward passes for each later stage of a chain; one hides messages as long as a pass.
+_AHEAD = (0.0, 0.5, 1.0)
+# Messages shorter than this share of a stage's passes need none.
+_SHORT = 0.02
+
+
+def list_orders(
+    plan: Plan,
+    seconds: Sequence[tuple[float, float]],
+    message_s: float,
+    *,
+    has_estimate: bool = False,
+) -> Iterator[Order]:
+    """Yields orders of the passes of one pipeline by device, those with the fewest in flight first.
+
+    Args:
+        plan: stages on ranks.
+        seconds: forward and backward seconds of a micro-batch by virtual stage.
+        message_s: seconds of a message between two stages.
+        has_estimate: each micro-batch has a forward pass without gradient before its own.
+    """
+    num_spans, num_micro_batches = len(plan.spans), plan.num_micro_batches
+    if plan.placement == "opposite":
+        yield order_opposite(
+            seconds[: plan.num_stages], seconds[plan.num_stages :], num_micro_batches
+        )
+    elif plan.placement == "data":
+        kinds: list[Kind] = ["estimate"] * has_estimate + ["forward", "backward"]
+        passes = [
+            Action(kind, stage, m)
+            for m in range(num_micro_batches)
+            for stage in range(num_spans)
+            for kind in kinds
+        ]
+        yield (tuple(passes),)
+    elif plan.placement == "chain" and not has_estimate:
+        mean_s = sum(map(sum, seconds)) / len(seconds)
+        for ahead in _AHEAD if message_s > _SHORT * mean_s else (0.0,):
+            yield order_1f1b(num_spans, num_micro_batches, ahead=ahead)
+    else:
+        stages = range(num_spans)
+        last = 2 * plan.num_stages - 2 if plan.placement == "folded" else 2 * num_spans
+        yield order_by_events(
+            [min(stage, last - stage) for stage in stages], *zip(*seconds, strict=True),
+            num_micro_batches, has_estimate=has_estimate, message_s=message_s,
+        )  # fmt: skip
 
 
 def order_1f1b(num_stages: int, num_micro_batches: int, *, ahead: float = 0.0) -> Order:
@@ -44,7 +86,7 @@ def order_1f1b(num_stages: int, num_micro_batches: int, *, ahead: float = 0.0) -
             while messages travel; 0 is the published schedule.
     """
     return tuple(
-        tuple(_alternate(stage, num_stages - stage + ceil(ahead * later), num_micro_batches))
+        _alternate(stage, num_stages - stage + ceil(ahead * later), num_micro_batches)
         for stage, later in enumerate(reversed(range(num_stages)))
     )
 
@@ -57,7 +99,6 @@ def order_by_events(
     *,
     has_estimate: bool = False,
     message_s: float = 0.0,
-    max_in_flight: int | None = None,
 ) -> Order:
     """Orders the passes of one backbone whose stages share devices, or that predicts twice.
 
@@ -68,17 +109,13 @@ def order_by_events(
         has_estimate: all stages run a forward pass without gradient before a micro-batch's forward
             passes, which need its result.
         message_s: seconds between passes on two devices.
-        max_in_flight: most micro-batches between their first and last pass; by default what is
-            fastest.
     """
     devices = max(device_of) + 1
     stages = range(len(device_of))
-    kinds: list[Kind] = ["estimate", "forward"] if has_estimate else ["forward"]
+    kinds: list[Kind] = ["estimate"] * has_estimate + ["forward"]
     passes: list[tuple[Kind, int]] = [(kind, stage) for kind in kinds for stage in stages]
-    last: Kind = "backward"
-    passes += [(last, stage) for stage in stages[::-1]]
-    longest = max_in_flight or (_MAX_WINDOW + has_estimate) * devices
-    longest = min(num_micro_batches, longest)
+    passes += [("backward", stage) for stage in reversed(stages)]
+    longest = min(num_micro_batches, (_MAX_WINDOW + has_estimate) * devices)
     timelines = [
         _replay_window(
             passes, device_of, (forward_s, backward_s), num_micro_batches, message_s, window
@@ -95,12 +132,7 @@ def order_opposite(
     up_s: Sequence[tuple[float, float]],
     num_micro_batches: int,
 ) -> Order:
-    """Orders the passes of two opposite chains, whose stages are numbered down first, then up.
-
-    Args:
-        down_s, up_s: forward and backward seconds of a micro-batch by stage.
-        num_micro_batches: of a step, of each chain.
-    """
+    """Orders the passes of two opposite chains, as `replay_opposite` runs them."""
     return _read_order(replay_opposite(down_s, up_s, num_micro_batches), len(down_s))
 
 
@@ -109,7 +141,7 @@ def replay_opposite(
     up_s: Sequence[tuple[float, float]],
     num_micro_batches: int,
 ) -> Timeline:
-    """Merges the 1F1B lists of two opposite chains: a device takes what has been ready for longest.
+    """Merges the 1F1B lists of two opposite chains: a device runs the pass that is ready for longest.
 
     Of passes that became ready together, a backward one runs first, then one of the chain with more
     work left.
@@ -124,61 +156,53 @@ def replay_opposite(
     """
     devices = len(down_s)
     operations = []
-    for chain, seconds in enumerate((down_s, up_s)):
-        total_s = sum(forward + backward for forward, backward in seconds)
-        for stage, (forward_s, backward_s) in enumerate(seconds):
-            device = devices - 1 - stage if chain else stage
-            before: Action | None = None
-            actions = list(_alternate(stage, devices - stage, num_micro_batches))
+    for first, seconds in ((0, down_s), (devices, up_s)):
+        total_s = sum(map(sum, seconds))
+        for stage, own_s in enumerate(seconds):
+            device = devices - 1 - stage if first else stage
+            before: list[Action] = []
+            actions = _alternate(first + stage, devices - stage, num_micro_batches)
             for number, action in enumerate(actions):
-                action = action._replace(stage=action.stage + chain * devices)
-                after = _inputs_of(action, chain * devices, devices)
+                is_backward = action.kind == "backward"
+                # The pass on the neighbouring stage, or the same stage's forward pass.
+                needed = action._replace(stage=action.stage + (1 if is_backward else -1))
+                if stage == devices - 1 and is_backward:
+                    needed = action._replace(kind="forward")
+                after = [] if stage == 0 and not is_backward else [needed]
                 left_s = total_s * (1 - number / len(actions))
                 operations.append(
                     Operation(
                         name=action,
                         queue=f"device {device}",
-                        duration_s=forward_s if action.kind == "forward" else backward_s,
-                        after=[*after, *([before] if before else [])],
-                        priority=-left_s if action.kind == "forward" else -left_s - 1e9,
+                        duration_s=own_s[is_backward],
+                        after=after + before,
+                        priority=-left_s - 1e9 * is_backward,
                     )
                 )
-                before = action
-    queues: dict[str, QueueOrder] = {f"device {d}": "readiness" for d in range(devices)}
-    return Replay(operations, queues).run()
+                before = [action]
+    return Replay(operations, {f"device {d}": "readiness" for d in range(devices)}).run()
 
 
 def count_in_flight(order: Sequence[Sequence[Action]]) -> dict[int, int]:
     """Counts, by virtual stage, the most micro-batches whose backward pass is still to come."""
     peaks: dict[int, int] = {}
-    for actions in order:
-        current: dict[int, int] = {}
-        for action in actions:
-            if action.kind in ("forward", "backward"):
-                change = 1 if action.kind == "forward" else -1
-                count = current[action.stage] = current.get(action.stage, 0) + change
-                peaks[action.stage] = max(peaks.get(action.stage, 0), count)
+    current: dict[int, int] = {}
+    for action in (action for actions in order for action in actions):
+        if action.kind in ("forward", "backward"):
+            change = 1 if action.kind == "forward" else -1
+            count = current[action.stage] = current.get(action.stage, 0) + change
+            peaks[action.stage] = max(peaks.get(action.stage, 0), count)
     return peaks
 
 
-def _alternate(stage: int, warm_up: int, num_micro_batches: int) -> Iterator[Action]:
+def _alternate(stage: int, warm_up: int, num_micro_batches: int) -> tuple[Action, ...]:
     ahead = min(warm_up, num_micro_batches)
-    for m in range(ahead):
-        yield Action("forward", stage, m)
+    actions = [Action("forward", stage, m) for m in range(ahead)]
     for m in range(num_micro_batches):
-        yield Action("backward", stage, m)
+        actions.append(Action("backward", stage, m))
         if m + ahead < num_micro_batches:
-            yield Action("forward", stage, m + ahead)
-
-
-def _inputs_of(action: Action, first_stage: int, num_stages: int) -> list[Action]:
-    """The pass on the neighbouring stage, or the same stage's forward pass, that must come before."""
-    kind, stage, micro_batch = action[:3]
-    if kind == "forward":
-        return [Action("forward", stage - 1, micro_batch)] if stage > first_stage else []
-    if stage + 1 < first_stage + num_stages:
-        return [Action("backward", stage + 1, micro_batch)]
-    return [Action("forward", stage, micro_batch)]
+            actions.append(Action("forward", stage, m + ahead))
+    return tuple(actions)
 
 
 def _replay_window(
@@ -208,8 +232,7 @@ def _replay_window(
                 )
             )
             before = action
-    queues: dict[str, QueueOrder] = {f"device {d}": "priority" for d in device_of}
-    return Replay(operations, queues).run()
+    return Replay(operations, {f"device {d}": "priority" for d in device_of}).run()
 
 
 def _read_order(timeline: Timeline, devices: int) -> Order:

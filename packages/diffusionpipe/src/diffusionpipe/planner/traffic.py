@@ -1,21 +1,37 @@
 """Which values travel from which stage to which: follows from what layers read and write.
 
 A value goes from the stage that writes it directly to each device that reads it, once; a skip that
-begins and ends on one device does not travel. Gradients take the same routes back. Planner and
-runtime both use these functions, so that their bytes agree.
+begins and ends on one device does not travel. Gradients take the same routes back. A frozen output
+goes from the rank that encodes a sample to each rank whose inputs depend on it. Planner and runtime
+both use these functions, so that their bytes agree.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from diffusionpipe.planner.plan import Action, Kind, Order
 
 if TYPE_CHECKING:
     from diffusionpipe.planner.plan import Plan
 
-__all__ = ["Route", "find_feeds", "find_routes", "match_rows"]
+__all__ = [
+    "PlannedMessage",
+    "Route",
+    "find_feeds",
+    "find_routes",
+    "find_stage_feeds",
+    "join_ranges",
+    "list_messages",
+    "match_rows",
+]
 
 Keys = Sequence[Sequence[str]]
+Rows = tuple[int, int]
+
+_ESTIMATE = "estimate"
+"""The input of a second prediction that the first one gives."""
 
 
 class Route(NamedTuple):
@@ -31,6 +47,33 @@ class Route(NamedTuple):
     source: int
     target: int
     keys: tuple[str, ...]
+
+
+class PlannedMessage(NamedTuple):
+    """Values that one rank sends to another, once a step.
+
+    Attributes:
+        sent_by: the sender's action that completes it.
+        used_by: the receiver's action that needs it; None for frozen outputs, which the next step
+            needs.
+        sender, receiver: ranks.
+        keys: names of the values.
+        ranges: rows of the batch.
+        backbone: whose values these are; -1 for frozen outputs.
+    """
+
+    sent_by: Action
+    used_by: Action | None
+    sender: int
+    receiver: int
+    keys: tuple[str, ...]
+    ranges: tuple[Rows, ...]
+    backbone: int
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows."""
+        return sum(stop - first for first, stop in self.ranges)
 
 
 def find_routes(
@@ -52,25 +95,22 @@ def find_routes(
     Returns:
         Routes, sorted by source and target. Stages on the same ranks need none.
     """
-    # Keys by (source, target), counted from this backbone's first stage.
-    routes: dict[tuple[int, int], list[str]] = {}
     stage_of = [v for v, (first, stop) in enumerate(spans) for _ in range(first, stop)]
-    source_of = {key: stage_of[layer] for layer, keys in enumerate(writes) for key in keys}
-    sent: set[tuple[str, tuple[int, ...]]] = set()
+    first_reader: dict[tuple[str, tuple[int, ...]], int] = {}
     for layer, keys in enumerate(reads):
-        target = stage_of[layer]
         for key in keys:
-            source = source_of.get(key)
-            if source is None or devices[source] == devices[target]:
-                continue
-            if (key, devices[target]) not in sent:
-                sent.add((key, devices[target]))
-                routes.setdefault((source, target), []).append(key)
-    rank_of = {key: i for i, key in enumerate(key for keys in writes for key in keys)}
+            first_reader.setdefault((key, devices[stage_of[layer]]), stage_of[layer])
+    # Keys by (source, target), in the order written.
+    routes: dict[tuple[int, int], list[str]] = {}
+    for layer, keys in enumerate(writes):
+        source = stage_of[layer]
+        for key in keys:
+            for ranks in dict.fromkeys(devices):
+                target = first_reader.get((key, ranks))
+                if target is not None and ranks != devices[source]:
+                    routes.setdefault((source, target), []).append(key)
     return tuple(
-        Route(
-            first_stage + source, first_stage + target, tuple(sorted(keys, key=rank_of.__getitem__))
-        )
+        Route(first_stage + source, first_stage + target, tuple(keys))
         for (source, target), keys in sorted(routes.items())
     )
 
@@ -101,6 +141,51 @@ def find_feeds(
     return tuple(by_stage)
 
 
+def find_stage_feeds(plan: Plan, chains: Sequence[Any]) -> list[tuple[str, ...]]:
+    """Finds the frozen outputs, and "estimate", that each virtual stage of a plan needs."""
+    feeds: list[tuple[str, ...]] = [()] * len(plan.spans)
+    for backbone, chain in enumerate(chains):
+        own = plan.list_backbone(backbone)
+        needed = find_feeds(chain.reads, chain.writes, [plan.spans[v] for v in own], chain.feeds)
+        for v, names in zip(own, needed, strict=True):
+            feeds[v] = names
+    return feeds
+
+
+def list_messages(
+    plan: Plan,
+    chains: Sequence[Any],
+    components: Mapping[str, Sequence[str]],
+    order: Order,
+) -> Iterator[PlannedMessage]:
+    """Lists all messages of a step.
+
+    Args:
+        plan: plan.
+        chains: of each backbone, its `reads`, `writes`, `feeds` and `differentiable` names.
+        components: names of each frozen component's outputs.
+        order: the plan's order, or that of a step with a self-conditioning pass.
+    """
+    feeds = find_stage_feeds(plan, chains)
+    has_estimate = any(action.kind == "estimate" for actions in order for action in actions)
+    for backbone, chain in enumerate(chains):
+        own = plan.list_backbone(backbone)
+        spans, devices = ([table[v] for v in own] for table in (plan.spans, plan.devices))
+        routes = find_routes(chain.reads, chain.writes, spans, devices, first_stage=own[0])
+        for source, target, keys in routes:
+            back = tuple(key for key in keys if key in chain.differentiable)
+            yield from _match(plan, backbone, ("forward", source), ("forward", target), keys)
+            if back:
+                yield from _match(plan, backbone, ("backward", target), ("backward", source), back)
+            if has_estimate:
+                yield from _match(plan, backbone, ("estimate", source), ("estimate", target), keys)
+        # The estimate goes from the last stage to the first on each device that needs it.
+        readers = {plan.devices[v]: v for v in reversed(own) if _ESTIMATE in feeds[v]}
+        for v in readers.values() if has_estimate else ():
+            yield from _match(plan, backbone, ("estimate", own[-1]), ("forward", v), ("output",))
+    yield from _list_frozen(plan, feeds, components, order)
+
+
 def match_rows(
     plan: Plan, source: int, target: int, micro_batch: int
 ) -> Iterator[tuple[int, int, range]]:
@@ -122,3 +207,56 @@ def match_rows(
             common = range(max(rows.start, others.start), min(rows.stop, others.stop))
             if common:
                 yield sender, receiver, common
+
+
+def join_ranges(ranges: Iterable[Rows]) -> list[Rows]:
+    """Returns the same rows in as few ranges as possible, in order."""
+    joined: list[Rows] = []
+    for first, stop in sorted(set(ranges)):
+        if joined and first <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(stop, joined[-1][1])
+        else:
+            joined.append((first, stop))
+    return joined
+
+
+def _match(
+    plan: Plan,
+    backbone: int,
+    sent_by: tuple[Kind, int],
+    used_by: tuple[Kind, int],
+    keys: tuple[str, ...],
+) -> Iterator[PlannedMessage]:
+    """Yields the messages between passes of two stages, of all micro-batches."""
+    for m in range(plan.num_micro_batches):
+        ends = Action(*sent_by, m), Action(*used_by, m)
+        for sender, receiver, rows in match_rows(plan, sent_by[1], used_by[1], m):
+            if sender != receiver:
+                ranges = ((rows.start, rows.stop),)
+                yield PlannedMessage(*ends, sender, receiver, keys, ranges, backbone)
+
+
+def _list_frozen(
+    plan: Plan,
+    feeds: Sequence[tuple[str, ...]],
+    components: Mapping[str, Sequence[str]],
+    order: Order,
+) -> Iterator[PlannedMessage]:
+    names, needed = [], []
+    for rank in range(plan.num_ranks):
+        stages = plan.stages_of(rank)
+        names.append({name for stage in stages for name in feeds[stage]})
+        # A rank's stages have the same rows.
+        rows = [plan.samples(stages[0], m, rank) for m in range(plan.num_micro_batches)]
+        needed.append(join_ranges((each.start, each.stop) for each in rows))
+    for owner, actions in enumerate(order):
+        for action in actions:
+            if action.kind != "encode":
+                continue
+            first, stop = action.samples
+            for reader, ranges in enumerate(needed):
+                keys = tuple(key for key in components[action.name] if key in names[reader])
+                cut = [(max(start, first), min(end, stop)) for start, end in ranges]
+                common = tuple(rows for rows in cut if rows[0] < rows[1])
+                if reader != owner and keys and common:
+                    yield PlannedMessage(action, None, owner, reader, keys, common, -1)

@@ -15,9 +15,8 @@ import numpy as np
 
 from diffusionpipe.planner.partitioning.partition import check_chain, sum_spans
 from diffusionpipe.planner.partitioning.partition_compiled import pair_stages
-from shared.errors import ConfigError
 
-__all__ = ["PairedPartition", "check_is_foldable", "fold_stages", "partition_bidirectional"]
+__all__ = ["PairedPartition", "fold_stages", "partition_bidirectional"]
 
 ChainSeconds = Sequence[Sequence[float] | np.ndarray] | np.ndarray
 
@@ -30,11 +29,13 @@ class PairedPartition:
         down, up: by stage of each chain, the first layer and the one after the last. Device d holds
             stage d of `down` and stage S - 1 - d of `up`.
         objective_s: (M + 2S - 2) W in seconds.
+        period_s: W, the seconds of the longest device or used cut.
     """
 
     down: list[tuple[int, int]]
     up: list[tuple[int, int]]
     objective_s: float
+    period_s: float
 
 
 def partition_bidirectional(
@@ -64,52 +65,32 @@ def partition_bidirectional(
     stops, starts = np.zeros(num_stages, np.int64), np.zeros(num_stages, np.int64)
     # Boundaries b of `down` and c of `up` lie between the same two devices.
     link_s = np.maximum(down_cut_s[:, None], up_cut_s[None, :])
-    period_s = pair_stages(down_s, up_s, link_s, num_stages, False, stops, starts)
+    period_s = float(pair_stages(down_s, up_s, link_s, num_stages, False, stops, starts))
     ends = starts.tolist()
     return PairedPartition(
         down=list(zip([0, *stops[:-1].tolist()], stops.tolist(), strict=True)),
         up=list(zip(ends[::-1], [*ends[-2::-1], len(up[0])], strict=True)),
-        objective_s=float((num_micro_batches + 2 * num_stages - 2) * period_s),
+        objective_s=(num_micro_batches + 2 * num_stages - 2) * period_s,
+        period_s=period_s,
     )
 
 
 def fold_stages(
     time_s: np.ndarray, link_s: np.ndarray, num_stages: int
-) -> tuple[tuple[tuple[int, int], ...], float] | None:
+) -> tuple[tuple[tuple[int, int], ...], float]:
     """Cuts one chain into 2S - 1 spans: device d holds span d and span 2S - 2 - d.
 
     Args:
-        time_s: seconds of both passes of layers i to j on a device [i, j]; infinite where it has no
-            room for them.
+        time_s: seconds of both passes of layers i to j on a device [i, j].
         link_s: seconds of a micro-batch's messages between the devices that hold the layers before b
             and from c, and those between [b, c].
-        num_stages: devices S.
+        num_stages: devices S; the chain has 2S - 1 layers or more.
 
     Returns:
-        Spans and the seconds of the longest device or message; None if there are too few layers, or
-        no spans fit into memory.
+        Spans and the seconds of the longest device or message.
     """
-    layers = time_s.shape[0] - 1
-    if layers < 2 * num_stages - 1:
-        return None
     stops, starts = np.zeros(num_stages, np.int64), np.zeros(num_stages, np.int64)
     period_s = pair_stages(time_s, time_s, link_s, num_stages, True, stops, starts)
-    if not np.isfinite(period_s):
-        return None
-    bounds = [0, *stops.tolist(), *starts[:-1][::-1].tolist(), layers]
-    # The middle span ends where the last device's partner begins.
-    bounds = sorted(set(bounds))
+    # The middle span ends where the last device's partner would begin.
+    bounds = sorted({0, *stops.tolist(), *starts.tolist(), len(time_s) - 1})
     return tuple(itertools.pairwise(bounds)), float(period_s)
-
-
-def check_is_foldable(layers: int, num_stages: int) -> None:
-    """Refuses more devices than a folded chain of so many layers has spans for.
-
-    Raises:
-        ConfigError: there are fewer than 2 num_stages - 1 layers.
-    """
-    if layers < 2 * num_stages - 1:
-        raise ConfigError(
-            f"num_stages: expected at most {(layers + 1) // 2} for a folded chain of {layers} "
-            f"layers, two spans a device but one on the last, got {num_stages}"
-        )

@@ -1,39 +1,27 @@
 """Stages of one backbone and their replicas: after DiffusionPipe (arXiv 2405.01248), section 4.
 
 Minimises (M + 2S - 2) W + Y, with W the period (the longest stage or used cut) and Y what remains
-exposed of the sums of gradients. As the two terms are maxima of different things, the best
-beginning of a partition need not be part of the best partition; we keep a Pareto set of (W, Y) in
-each state. Two departures. The paper goes from the first stage to the last; we go backwards, because
-what hides a stage's sum is the backward time of earlier stages, which then only lowers Y. And we go
-through intervals of W from the least possible one on: within one, the best objective so far and the
-fewest devices that each beginning needs rule out most states.
+exposed of the sums of gradients. Two departures. The paper goes from the first stage to the last; we
+go backwards, because what hides a stage's sum is the backward time of earlier stages, which then
+only lowers Y. And as the best beginning of a partition need not be part of the best one, we fix W,
+find the least Y for it, and walk down the periods that can still be better.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from diffusionpipe.planner.partitioning.partition_compiled import count_fewest_devices, find_stages
 from shared.errors import ConfigError
 
-__all__ = [
-    "Partition",
-    "StageTables",
-    "check_chain",
-    "check_numbers",
-    "partition",
-    "solve_stages",
-    "sum_spans",
-]
+__all__ = ["Partition", "StageTables", "check_chain", "partition", "solve_stages", "sum_spans"]
 
-# Width of the first interval of periods and of those after it, and of what is known of the least
-# period before, as shares of the period.
-_FIRST_WIDTH, _WIDTH, _PRECISION = 0.03, 0.1, 1e-4
-# Factor over the least period's share beyond which a greedy solution of any period is looked for.
-_GREEDY = 1.5
+# Halvings of the range of periods before those left in it are listed.
+_NUM_HALVINGS = 16
 
 Numbers = Sequence[float] | np.ndarray
 
@@ -46,16 +34,17 @@ class Partition:
         stages: by stage, the first layer and the one after the last.
         replicas: devices of each stage.
         objective_s: (M + 2S - 2) W + Y in seconds.
+        period_s: W, the seconds of the longest stage or used cut.
     """
 
     stages: list[tuple[int, int]]
     replicas: list[int]
     objective_s: float
+    period_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class StageTables:
-    """What a stage of layers i to j on r devices takes; arrays are [i, j, r] over layers and devices.
+class StageTables(NamedTuple):
+    """Costs of a stage of layers i to j on r devices; arrays are [i, j, r] over layers and devices.
 
     Attributes:
         time_s: seconds of both passes of a micro-batch, or of its messages if they take longer;
@@ -104,7 +93,7 @@ def partition(
         sync_s_per_byte: seconds that a byte of gradients takes on a link.
 
     Returns:
-        An optimal partition. O(stages x layers^2 x devices^2) at worst, times the size of Pareto sets.
+        An optimal partition. O(stages x layers^2 x devices^2) for each period looked at.
 
     Raises:
         ConfigError: the lists do not fit each other, a number is negative or not finite, or there are
@@ -114,14 +103,15 @@ def partition(
     # The last layer has no cut behind it.
     cuts = list(cut_s)[:-1] if len(cut_s) == layers else list(cut_s)
     check_chain(forward_s, backward_s, cuts, num_stages, num_micro_batches)
-    check_numbers("gradient_bytes", gradient_bytes, layers)
-    check_numbers("sync_s_per_byte", [sync_s_per_byte], 1)
+    _check_numbers("gradient_bytes", gradient_bytes, layers)
+    _check_numbers("sync_s_per_byte", [sync_s_per_byte], 1)
     if num_devices < num_stages:
         raise ConfigError(
             f"num_devices: expected one a stage or more, got {num_devices} for {num_stages} stages; "
             f"ask for at most {num_devices} stages"
         )
-    replicas = np.arange(num_devices + 1)
+    # No stage has more replicas than the other stages leave.
+    replicas = np.arange(num_devices - num_stages + 2)
     share = 1.0 / np.maximum(replicas, 1)
     backward = sum_spans(backward_s)
     tables = StageTables(
@@ -131,108 +121,88 @@ def partition(
         * (2 * sync_s_per_byte * np.maximum(replicas - 1, 0) * share),
         cut_s=np.array([0.0, *cuts, 0.0]),
         fixed_bytes=np.zeros((layers + 1, layers + 1)),
-        flight_bytes=np.zeros((layers + 1, layers + 1, num_devices + 1)),
+        flight_bytes=np.zeros((layers + 1, layers + 1, len(replicas))),
     )
-    result = solve_stages(tables, num_stages, num_micro_batches)
+    result = solve_stages(tables, num_stages, num_devices, num_micro_batches)
     assert result is not None, "every chain of enough layers has a partition"
     return result
 
 
 def solve_stages(
-    tables: StageTables, num_stages: int, num_micro_batches: int, ceiling_s: float = np.inf
+    tables: StageTables,
+    num_stages: int,
+    num_devices: int,
+    num_micro_batches: int,
+    ceiling_s: float = np.inf,
 ) -> Partition | None:
     """Finds the best partition by tables.
 
     Args:
-        tables: what stages take.
+        tables: costs of stages, up to the most replicas that one may have.
         num_stages: of the pipeline.
+        num_devices: of all stages together.
         num_micro_batches: of a step.
         ceiling_s: objective beyond which no solution is of interest.
 
     Returns:
         The partition; None if no stages fit into memory, or none is within the ceiling.
     """
-    devices = tables.time_s.shape[2] - 1
     weight = num_micro_batches + 2 * num_stages - 2
-    low_s, high_s = _bracket_period(tables, num_stages, devices)
-    # Every solution's period is a stage's time or a cut's.
-    longest_s = max(tables.time_s[np.isfinite(tables.time_s)].max(), tables.cut_s.max())
-    best, bound_s = None, ceiling_s
+    times_s = tables.time_s[np.triu_indices(len(tables.cut_s), 1)]
+    times_s = np.concatenate([times_s[np.isfinite(times_s)], tables.cut_s])
+    shortest_s = _find_shortest(tables, times_s, num_stages, num_devices)
+    best, best_s = None, ceiling_s
 
-    def look(low_s: float, limit_s: float, is_greedy: bool = False) -> None:
-        """Looks for a better solution whose period is in an interval."""
-        nonlocal best, bound_s
+    def look(limit_s: float, least_s: float) -> tuple[float, float]:
+        """Least exposed seconds within a period, and that period; infinite if none is better."""
+        nonlocal best, best_s
         stops, replicas = np.zeros(num_stages, np.int64), np.zeros(num_stages, np.int64)
-        objective_s = find_stages(
-            tables.time_s, tables.backward_s, tables.sync_s, tables.cut_s, tables.fixed_bytes,
-            tables.flight_bytes, tables.limit_bytes, num_stages, num_micro_batches, float(weight),
-            low_s, limit_s, bound_s, is_greedy, stops, replicas,
+        exposed_s = find_stages(
+            *tables[:6], float(tables.limit_bytes), num_stages, num_devices, num_micro_batches,
+            limit_s, best_s - weight * least_s, stops, replicas,
         )  # fmt: skip
-        if objective_s < bound_s:
-            stages = list(zip([0, *stops[:-1].tolist()], stops.tolist(), strict=True))
-            counts = replicas.tolist()
-            best = Partition(stages, counts, _objective_s(tables, stages, counts, weight))
-            bound_s = best.objective_s
+        if exposed_s == np.inf:
+            return exposed_s, limit_s
+        stages = list(zip([0, *stops[:-1].tolist()], stops.tolist(), strict=True))
+        period_s = max(
+            max(tables.time_s[first, stop, count], tables.cut_s[first])
+            for (first, stop), count in zip(stages, replicas, strict=True)
+        )
+        objective_s = float(weight * period_s + exposed_s)
+        if objective_s < best_s:
+            best = Partition(stages, replicas.tolist(), objective_s, float(period_s))
+            best_s = objective_s
+        return exposed_s, period_s
 
-    limit_s = high_s * (1 + _FIRST_WIDTH)
-    look(low_s, limit_s)
-    if bound_s > _GREEDY * weight * low_s:
-        # Sums matter: a good solution of any period spares most states of the intervals.
-        look(low_s, longest_s, is_greedy=True)
-    while limit_s <= longest_s and weight * limit_s < bound_s:
-        low_s, limit_s = limit_s, limit_s * (1 + _WIDTH)
-        look(low_s, limit_s)
+    most_s, _ = look(shortest_s, shortest_s)
+    if best_s <= weight * shortest_s:
+        return best
+    periods_s = np.unique(times_s[(times_s >= shortest_s) & (weight * times_s < best_s)])
+    if len(periods_s) < 2:
+        return best
+    # Open intervals of periods, with the exposed seconds at their ends: the longer a period, the less
+    # is exposed, so what is exposed at an interval's end bounds all within.
+    least_s, period_s = look(periods_s[-1], periods_s[1])
+    intervals = [(0, most_s, int(np.searchsorted(periods_s, period_s)), least_s)]
+    while intervals:
+        low, most_s, high, least_s = intervals.pop()
+        high = min(high, int(np.searchsorted(periods_s, (best_s - least_s) / weight)))
+        if high - low > 1 and most_s > least_s:
+            middle = (low + high) // 2
+            exposed_s, period_s = look(periods_s[middle], periods_s[low + 1])
+            intervals.append((middle, exposed_s, high, least_s))
+            intervals.append((low, most_s, int(np.searchsorted(periods_s, period_s)), exposed_s))
     return best
 
 
 def sum_spans(values: Numbers) -> np.ndarray:
-    """Sums of values i to j [i, j]; 0 where j <= i. Leading axes of `values` are kept at the end.
+    """Sums values i to j [i, j]; 0 where j <= i.
 
     Args:
-        values: by layer, perhaps by other things too [layer, ...].
+        values: by layer.
     """
-    values = np.asarray(values, dtype=float)
-    ends = np.concatenate([np.zeros_like(values[:1]), np.cumsum(values, axis=0)])
+    ends = np.concatenate([[0.0], np.cumsum(np.asarray(values, dtype=float))])
     return np.maximum(ends[None, :] - ends[:, None], 0.0)
-
-
-def _bracket_period(tables: StageTables, num_stages: int, num_devices: int) -> tuple[float, float]:
-    """A period that no partition is below, and one for which enough devices are there."""
-
-    def is_enough(limit_s: float) -> bool:
-        fewest = count_fewest_devices(tables.time_s, tables.cut_s, num_stages, limit_s)
-        return bool(fewest[-1, -1] <= num_devices)
-
-    low_s = 0.0
-    positive = tables.time_s[0, -1][np.isfinite(tables.time_s[0, -1])]
-    high_s = max(float(positive[positive > 0].min(initial=np.inf)), 1e-12)
-    if not np.isfinite(high_s):
-        high_s = 1e-12
-    while not is_enough(high_s):
-        if high_s > 1e30:
-            return 0.0, high_s
-        low_s, high_s = high_s, 2 * high_s
-    while high_s - low_s > max(_PRECISION * high_s, 1e-15):
-        middle_s = (low_s + high_s) / 2
-        if is_enough(middle_s):
-            high_s = middle_s
-        else:
-            low_s = middle_s
-    return low_s, high_s
-
-
-def _objective_s(
-    tables: StageTables,
-    stages: Sequence[tuple[int, int]],
-    replicas: Sequence[int],
-    weight: float,
-) -> float:
-    period_s, exposed_s, hidden_s = 0.0, 0.0, 0.0
-    for (first, stop), count in zip(stages, replicas, strict=True):
-        period_s = max(period_s, tables.time_s[first, stop, count], tables.cut_s[first])
-        exposed_s = max(exposed_s, tables.sync_s[first, stop, count] - hidden_s)
-        hidden_s += tables.backward_s[first, stop, count]
-    return float(weight * period_s + exposed_s)
 
 
 def check_chain(
@@ -245,9 +215,9 @@ def check_chain(
 ) -> None:
     """Refuses lists of a chain that do not fit each other, and impossible numbers."""
     layers = len(forward_s)
-    check_numbers(f"{name}forward_s", forward_s, layers)
-    check_numbers(f"{name}backward_s", backward_s, layers)
-    check_numbers(f"{name}cut_s", cut_s, layers - 1)
+    _check_numbers(f"{name}forward_s", forward_s, layers)
+    _check_numbers(f"{name}backward_s", backward_s, layers)
+    _check_numbers(f"{name}cut_s", cut_s, layers - 1)
     if not 1 <= num_stages <= layers:
         raise ConfigError(
             f"num_stages: expected 1 to {layers}, one layer a stage or more, got {num_stages}; cut "
@@ -257,8 +227,29 @@ def check_chain(
         raise ConfigError(f"num_micro_batches: expected 1 or more, got {num_micro_batches}")
 
 
-def check_numbers(name: str, values: Numbers, count: int) -> None:
-    """Refuses a list that has not as many numbers, or one below 0 or not finite."""
+def _find_shortest(
+    tables: StageTables, times_s: np.ndarray, num_stages: int, num_devices: int
+) -> float:
+    """Returns the shortest of some times for which the devices are enough, or the longest time."""
+
+    def is_enough(limit_s: float) -> bool:
+        fewest = count_fewest_devices(tables.time_s, tables.cut_s, num_stages, limit_s)
+        return bool(fewest[-1, -1] <= num_devices)
+
+    low_s, high_s = 0.0, float(times_s.max())
+    for _ in range(_NUM_HALVINGS):
+        middle_s = (low_s + high_s) / 2
+        low_s, high_s = (low_s, middle_s) if is_enough(middle_s) else (middle_s, high_s)
+    candidates = np.unique(times_s[(times_s >= low_s) & (times_s <= high_s)])
+    low, high = 0, len(candidates) - 1
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if is_enough(candidates[middle]) else (middle + 1, high)
+    return float(candidates[low])
+
+
+def _check_numbers(name: str, values: Numbers, count: int) -> None:
+    """Refuses a list of another length, or with a number below 0 or not finite."""
     numbers = np.asarray(values, dtype=float)
     if numbers.shape != (count,) or not (np.isfinite(numbers) & (numbers >= 0)).all():
         raise ConfigError(
