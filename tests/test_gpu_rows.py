@@ -15,6 +15,7 @@ import torch
 
 from gpu_cache import cache_rows
 from gpu_clock import Figure
+from gpu_diffusion import diffusion_rows
 from gpu_llama import FULL, PEERS, Llama, agree, train_step
 from gpu_memo import memory_rows, step_rows
 from gpu_report import claim_run
@@ -39,6 +40,14 @@ def test_rows_of_memo_are_rehearsed(llama):
     assert [row.package for row in rows] == ["memo"] * 3
     assert all(row.correct for row in rows)
     assert all(row.correct for row in memory_rows("cpu", 1 << 16, TOKENS))
+
+
+def test_rows_of_diffusionpipe_are_rehearsed():
+    pytest.importorskip("diffusers")
+    (row,) = diffusion_rows("cpu", 2, 2)
+    assert row.package == "diffusionpipe"
+    assert row.correct
+    assert row.ours > 0
 
 
 def test_rows_of_heta_are_rehearsed():

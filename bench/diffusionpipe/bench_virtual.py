@@ -1,0 +1,219 @@
+"""Steps on devices that sleep: plans of 2, 4 and 8 stages beside the limit, the prediction and other ways of filling.
+
+Computation sleeps for the profile's seconds and messages are real, so that two cores run eight ranks and
+what is measured is the plan, the engine and its messages. Stages are equal: F 20 ms, B 40 ms a
+micro-batch, as many micro-batches as stages or twice that. With links, every rank is a host on a link of
+100 Mbit/s and a message takes about 8 ms. The limit of a step is the larger of its passes alone (as the
+closed form or the simulator has them) and all compute spread evenly. Beside it: frozen part first,
+the published form of filling, and jobs added at run time whenever a rank would wait.
+"""
+
+import sys
+from contextlib import ExitStack
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from statistics import median
+
+import pytest
+
+import diffusionpipe as dp
+from diffusionpipe.demo import put_first
+from diffusionpipe.runtime.virtual import run_virtual
+from shared.claims import Claim
+from shared.comms import Group, NetLab, RankPool, netlab
+from shared.topology import Cluster, Link
+from shared.topology.device import CPU
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from sleepers import fill_as_published, make_profile, run_greedily, without_frozen_part
+from turns import gather
+
+PASS_S, ROWS = 0.06, 8
+"""Seconds of both passes of a micro-batch on a device, and its samples."""
+RATIOS, MICRO_BATCHES = (0.1, 0.25, 0.4, 0.85), (1, 2)
+"""Frozen over trained seconds; micro-batches over stages."""
+STEPS, TURNS = 4, 3
+"""Steps of each run, of which the first is left out; turns of all ways."""
+HIDDEN_BYTES = {"none": 1000, "100mbit": 12_500}
+LATENCY_S = {"none": 2e-4, "100mbit": 5e-4}
+LIMIT_AIM, ERROR_AIM = 0.96, 3.0
+"""Share of the limit; error of a prediction in percent."""
+COMMAND = "hatch run bench diffusionpipe/virtual"
+
+
+def make_cluster(num_ranks, rate, bytes_per_s):
+    if rate == "none":
+        return Cluster.uniform(
+            1, num_ranks, CPU, local=Link(alpha_s=LATENCY_S[rate], beta_s_per_byte=1e-9)
+        )
+    # Frames' headers take 66 of 1,514 bytes.
+    link = Link.from_rate(bytes_per_s * 1448 / 1514, alpha_s=LATENCY_S[rate])
+    return Cluster.uniform(num_ranks, 1, CPU, network=link)
+
+
+def list_seconds(report):
+    """Seconds of each step but the first, the slowest rank's each."""
+    return [max(one.seconds for one in ranks) for ranks in zip(*report.steps, strict=True)][1:]
+
+
+def slowest(seconds):
+    """The slowest rank's seconds by step, without the first."""
+    return [max(row) for row in zip(*gather(seconds), strict=True)][1:]
+
+
+def simulate_passes(profile, stages, count, link_s):
+    """Seconds of a step's passes alone, by the simulator."""
+    chain = profile.chains[0]
+    forward, backward = (
+        [ROWS * row[0] for row in part] for part in (chain.forward_s, chain.backward_s)
+    )
+    return dp.simulate(forward, backward, count, link_s=link_s).makespan_s
+
+
+def run_cases(rate, bytes_per_s):
+    """Of each case: what it is, seconds by way, its limit and its prediction."""
+    stages = Group.world().world_size
+    cluster = make_cluster(stages, rate, bytes_per_s)
+    rows = []
+    for factor in MICRO_BATCHES:
+        count = factor * stages
+        batch = count * ROWS
+        for ratio in RATIOS:
+            profile = make_profile(stages, PASS_S, ratio, ROWS, hidden_bytes=HIDDEN_BYTES[rate])
+            options = {
+                "batch_size": batch, "num_stages": stages, "num_micro_batches": count,
+                "placement": "chain",
+            }  # fmt: skip
+            plan = dp.plan(None, profile, cluster, **options)
+            bare = without_frozen_part(profile)
+            plain = dp.plan(None, bare, cluster, **options)
+            published = fill_as_published(plan, profile, batch)
+            job_s = profile.frozen_s["z"][0]
+            seconds = {"filled": [], "first": [], "published": [], "at run time": []}
+            for _ in range(TURNS):
+                seconds["filled"] += list_seconds(run_virtual(plan, profile, STEPS))
+                seconds["first"] += list_seconds(run_virtual(put_first(plan), profile, STEPS))
+                seconds["published"] += list_seconds(run_virtual(published, profile, STEPS))
+                seconds["at run time"] += slowest(
+                    run_greedily(plain, bare, STEPS, [batch // stages] * stages, job_s)
+                )
+            link_s = float(cluster.link(0, 1).time_s(ROWS * HIDDEN_BYTES[rate]))
+            # Some more micro-batches in flight than 1F1B's may hide links.
+            passes_s = min(
+                simulate_passes(profile, stages, count, link_s if rate != "none" else 0.0),
+                plain.predicted_s,
+            )
+            limit_s = max(passes_s, (1 + ratio) * count * PASS_S)
+            name = f"S {stages}, M {count}, ratio {ratio}"
+            rows.append((name, seconds, limit_s, plan.predicted_s))
+    return rows
+
+
+def judge(record_claim, rows, name, source):
+    """Claims of the least share of the limit and the largest error of a prediction."""
+    shares, errors, told, gains = {}, {}, [], []
+    for case, seconds, limit_s, predicted_s in rows:
+        medians = {way: median(own) for way, own in seconds.items()}
+        shares[case] = limit_s / medians["filled"]
+        errors[case] = 100 * abs(predicted_s / medians["filled"] - 1)
+        gains.append(medians["first"] / medians["filled"])
+        told.append(
+            f"{case}: {shares[case]:.3f} of the limit, error {errors[case]:.1f} %, "
+            + ", ".join(f"{way} {own:.3f}" for way, own in medians.items())
+        )
+    # All of these steps would be too short if nothing slept, and alike if nothing were filled.
+    is_right = all(share < 1.01 for share in shares.values()) and max(gains) > 1.05
+    for figure, value, aim, better in (
+        ("least share of a step's limit", min(shares.values()), LIMIT_AIM, True),
+        ("largest error of a predicted step", max(errors.values()), ERROR_AIM, False),
+    ):
+        record_claim(
+            Claim(
+                name=f"{figure}, {name}", unit="share" if better else "%", ours=value,
+                baseline=aim, baseline_name="the aim", higher_is_better=better, correct=is_right,
+                ratio=value / aim if better else aim / max(value, 0.01),
+                detail="; ".join(told), source=source,
+            ),
+            aim=1.0,
+        )  # fmt: skip
+    for way in ("first", "published", "at run time"):
+        if way not in rows[0][1]:
+            continue
+        ratios = [median(seconds[way]) / median(seconds["filled"]) for _, seconds, *_ in rows]
+        record_claim(
+            Claim(
+                name=f"steps of sleeping devices, {name}", unit="of ours", ours=1.0,
+                baseline=median(ratios), baseline_name=f"frozen jobs {way}",
+                higher_is_better=False, correct=is_right, detail="; ".join(told), source=source,
+            ),
+            spread=(min(ratios), max(ratios)),
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("stages", [2, 4, 8])
+@pytest.mark.parametrize("rate", list(HIDDEN_BYTES))
+@pytest.mark.netns
+def bench_chain(benchmark, record_claim, rate, stages):
+    """Ratios from 0.1 to 0.85."""
+    if rate != "none" and netlab.available():
+        pytest.skip(str(netlab.available()))
+    rows = run_on(rate, stages, benchmark, run_cases)
+    name = f"{stages} stages, {'no links' if rate == 'none' else 'links of 100 Mbit/s'}"
+    judge(record_claim, rows, name, f'{COMMAND} -k "chain and {rate} and {stages}"')
+
+
+def run_on(rate, num_ranks, benchmark, function):
+    """What a function returns on rank 0 of so many ranks."""
+    limit, modules = timedelta(minutes=9), ("diffusionpipe.runtime.virtual",)
+    with ExitStack() as stack:
+        if rate == "none":
+            pool = stack.enter_context(RankPool(num_ranks, timeout=limit, modules=modules))
+            bytes_per_s = 1e9
+        else:
+            lab = stack.enter_context(NetLab(hosts=num_ranks, rate=rate))
+            pool = stack.enter_context(lab.pool(timeout=limit))
+            bytes_per_s = lab.bytes_per_s
+        return benchmark.pedantic(
+            lambda: pool.run(function, rate, bytes_per_s).results[0], rounds=1
+        )
+
+
+def run_variants(rate, bytes_per_s):
+    """Steps that all predict twice, and two backbones in opposite directions."""
+    stages = Group.world().world_size
+    cluster, rows = make_cluster(stages, rate, bytes_per_s), []
+    count = 2 * stages
+    for ratio in (0.1, 0.4, 0.85):
+        for kind in ("self-conditioned", "two backbones"):
+            is_twice = kind == "self-conditioned"
+            profile = make_profile(
+                stages, PASS_S, ratio, ROWS, self_conditioning=float(is_twice),
+                num_chains=1 if is_twice else 2,
+            )  # fmt: skip
+            plan = dp.plan(
+                None, profile, cluster, batch_size=count * ROWS, num_stages=stages,
+                num_micro_batches=count, placement="chain" if is_twice else "opposite",
+            )  # fmt: skip
+            if is_twice:
+                plan = replace(plan, order=plan.estimate_order, estimate_order=())
+            seconds = {"filled": [], "first": []}
+            for _ in range(TURNS):
+                seconds["filled"] += list_seconds(run_virtual(plan, profile, STEPS))
+                seconds["first"] += list_seconds(run_virtual(put_first(plan), profile, STEPS))
+            name = f"{kind}, S {stages}, ratio {ratio}"
+            limit_s = max(plan.cached_s, plan.limit_s)
+            rows.append((name, seconds, limit_s, plan.predicted_s))
+    return rows
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def bench_variants(benchmark, record_claim, stages):
+    """Self-conditioned steps and two backbones; their passes alone are as planned without frozen part."""
+    rows = run_on("none", stages, benchmark, run_variants)
+    for kind in ("self-conditioned", "two backbones"):
+        own = [row for row in rows if row[0].startswith(kind)]
+        judge(
+            record_claim, own, f"{stages} stages, {kind}", f'{COMMAND} -k "variants and {stages}"'
+        )
