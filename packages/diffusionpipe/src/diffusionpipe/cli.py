@@ -27,7 +27,7 @@ class ProfileJob(JsonOption):
     """Measure a job's layers and frozen parts; under torchrun on all ranks at once.
 
     Examples:
-        torchrun --nproc-per-node 2 -m diffusionpipe profile --build train.py:build
+        torchrun --nproc-per-node 2 -m diffusionpipe profile --build packages/diffusionpipe/examples/train_two_ranks.py:build
     """
 
     build: str
@@ -79,8 +79,7 @@ class MakePlan(_Search):
     """Choose how to train, say why, and write the plan.
 
     Examples:
-        diffusionpipe plan --cluster cluster.yaml --batch-size 64
-        diffusionpipe plan --cluster cluster.yaml --batch-size 64 --placement folded --num-stages 2
+        diffusionpipe plan --cluster packages/diffusionpipe/examples/two_hosts.yaml --batch-size 16
     """
 
     num_stages: int | None = None
@@ -118,7 +117,7 @@ class ComparePlacements(_Search):
     """Predict the best plan of each placement: filled, frozen parts first, cached.
 
     Examples:
-        diffusionpipe compare --cluster cluster.yaml --batch-size 64
+        diffusionpipe compare --cluster packages/diffusionpipe/examples/two_hosts.yaml --batch-size 16
     """
 
     def execute(self) -> None:
@@ -198,7 +197,7 @@ class Train(JsonOption):
     """Train a job by a plan, on the ranks of torchrun.
 
     Examples:
-        torchrun --nproc-per-node 2 -m diffusionpipe train --build train.py:build --num-steps 100
+        torchrun --nproc-per-node 2 -m diffusionpipe train --build packages/diffusionpipe/examples/train_two_ranks.py:build --num-steps 3
     """
 
     build: str
@@ -245,7 +244,7 @@ class TracePlan(JsonOption):
     """Draw a plan's predicted step, and write it as a Chrome trace.
 
     Examples:
-        diffusionpipe trace --cluster cluster.yaml
+        diffusionpipe trace --cluster packages/diffusionpipe/examples/two_hosts.yaml
     """
 
     cluster: Path

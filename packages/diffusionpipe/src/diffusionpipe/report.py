@@ -62,7 +62,11 @@ def list_planned_bars(timeline: Timeline, queues: Sequence[str]) -> list[list[Ti
             continue
         # A replayed plan's names begin with an action, a simulated step's with its kind.
         head = operation.name[0]
-        kind, first, second, *rest = (*(head if isinstance(head, tuple) else operation.name), "")
+        kind, first, second, *rest = (
+            *(head if isinstance(head, tuple) else operation.name),
+            "",
+            "",
+        )
         label = f"{first} {second}" if kind in ("forward", "backward", "estimate") else rest[0]
         start_s, end_s = float(timeline.start_s[i]), float(timeline.end_s[i])
         bars[device].append(TimedBar(_SAME.get(kind, kind), start_s, end_s, str(label)))

@@ -61,7 +61,7 @@ def test_a_sum_starts_inside_the_last_backward_pass(make_profile):
     replay = PlanReplay(chosen, PlanInputs(profile, make_cluster(2)))
     timeline = replay.run()
     # Buckets of 5 MB are layers here; a sum over two ranks at 12.5 MB/s takes 0.4 s and 4 messages.
-    sums = [timeline.span_s(("sum", 0, bucket, 0)) for bucket in range(4)]
+    sums = [timeline.span_s(("sum", 0, bucket)) for bucket in range(4)]
     assert sums[0][0] == pytest.approx(2 * 4 * 0.01 + 2 * 0.02)
     assert all(stop - start == pytest.approx(0.4, rel=0.01) for start, stop in sums)
     assert all(a[1] <= b[0] + 1e-9 for a, b in itertools.pairwise(sums))

@@ -1,8 +1,15 @@
 """The whole search: what it chooses where, and that what it chooses holds together."""
 
+import re
+from dataclasses import replace
+
 import pytest
 
 from diffusionpipe import Plan, plan
+from diffusionpipe.planner.costs import PlanInputs
+from diffusionpipe.planner.plan import Action
+from diffusionpipe.planner.replay import PlanReplay
+from diffusionpipe.planner.schedule import order_1f1b
 from shared.errors import ConfigError
 from shared.topology import Cluster, Link
 from shared.topology.device import CPU
@@ -111,8 +118,6 @@ def test_explain_names_the_runner_up_the_limit_and_the_cache(make_profile):
 
 
 def test_memory_is_a_hard_bound(make_profile):
-    from dataclasses import replace
-
     # Weights, gradients and moments of 8 layers need 4 x 8 x 100 MB; two stages halve that.
     profile = make_profile(8, gradient_bytes=100_000_000, frozen_s=0.0)
     small = replace(CPU, memory_bytes=2_000_000_000)
@@ -197,8 +202,6 @@ def test_two_backbones_do_not_fold(make_profile):
 
 @pytest.mark.parametrize("placement", ["data", "chain", "folded"])
 def test_a_step_that_predicts_twice_has_an_order_of_its_own(make_profile, placement):
-    from dataclasses import replace
-
     profile = make_profile(8)
     chain = replace(profile.chains[0], feeds={"x": ("z", "estimate"), "target": ("z",)})
     profile = replace(profile, self_conditioning=0.5, chains=(chain,))
@@ -221,3 +224,65 @@ def test_a_step_that_predicts_twice_has_an_order_of_its_own(make_profile, placem
     # Half of the steps have one more forward pass.
     assert plain.predicted_s < chosen.predicted_s < 1.4 * plain.predicted_s
     assert stages == len(plain.spans)
+
+
+def test_the_named_change_of_links_changes_the_choice(make_profile):
+    profile = make_profile(9, gradient_bytes=6_000_000)
+    chosen = plan(None, profile, make_cluster(2), batch_size=16)
+    match = re.search(
+        r"With links (\d+) times faster, data parallelism would be the fastest", chosen.explain()
+    )
+    assert match
+    rate = 100 * Mbps * int(match[1])
+    faster = Cluster.uniform(
+        2, 1, CPU, network=Link.from_rate(rate, alpha_s=1e-4),
+        local=Link.from_rate(100 * Gbps, alpha_s=1e-5),
+    )  # fmt: skip
+    assert plan(None, profile, faster, batch_size=16).placement == "data"
+
+
+def test_memory_bound_jobs_say_what_more_memory_would_give(make_profile):
+    profile = make_profile(8, gradient_bytes=100_000_000, frozen_s=0.0)
+    small = replace(CPU, memory_bytes=2_000_000_000)
+    cluster = make_cluster(2, rate=1000 * Gbps, device=small)
+    text = plan(None, profile, cluster, batch_size=16).explain()
+    assert text.startswith("Pipeline. ")
+    assert "Data parallelism does not fit: it needs 2.98 GiB of memory a rank." in text
+    assert "a rank, too much" in text
+
+
+def test_slow_links_keep_more_in_flight(make_profile):
+    # A message takes as long as a pass: 1F1B alone would wait for each.
+    profile = make_profile(4, hidden_bytes=500_000, frozen_s=0.0)
+    chosen = plan(
+        None, profile, make_cluster(2), batch_size=8, num_stages=2, num_micro_batches=8,
+        placement="chain",
+    )  # fmt: skip
+    first = [each.kind for each in chosen.order[0]].index("backward")
+    assert first > 2
+    plain = replace(chosen, order=tuple((*own, Action("step")) for own in order_1f1b(2, 8)))
+    inputs = PlanInputs(profile, make_cluster(2))
+    slower = PlanReplay(plain, inputs).run().makespan_s
+    assert chosen.predicted_s < 0.95 * slower
+
+
+def test_equal_estimates_are_decided_by_replays(make_profile):
+    # The choice is no slower than any plan of fixed placement, stages and micro-batches.
+    profile = make_profile(9, skips=True, gradient_bytes=2_000_000, hidden_bytes=20_000)
+    best = plan(None, profile, make_cluster(4), batch_size=16)
+    for placement, stages in (
+        ("data", 1),
+        ("chain", 2),
+        ("chain", 4),
+        ("folded", 2),
+        ("folded", 4),
+    ):
+        for count in (1, 2, 4, 8, 16):
+            try:
+                other = plan(
+                    None, profile, make_cluster(4), batch_size=16, placement=placement,
+                    num_stages=stages, num_micro_batches=count,
+                )  # fmt: skip
+            except ConfigError:
+                continue
+            assert best.predicted_s <= 1.05 * other.predicted_s

@@ -93,6 +93,8 @@ class DeviceSlots:
         latest_s: latest start of each entry that delays no other device.
         end_s: end of the step; work behind the last entry may reach to it, or move it.
         inserted_s: seconds of inserted work before each entry, and behind the last.
+        shortest_wait_s: an entry that waits for less has no work inserted before it: the work might
+            begin when the wait is over.
     """
 
     names: Sequence[Hashable]
@@ -101,6 +103,7 @@ class DeviceSlots:
     latest_s: Sequence[float]
     end_s: float
     inserted_s: Sequence[float] = ()
+    shortest_wait_s: float = 0.0
 
     def __post_init__(self) -> None:
         self.inserted_s = list(self.inserted_s) or [0.0] * (len(self.start_s) + 1)
@@ -128,7 +131,7 @@ class DeviceSlots:
         clock, inserted_s = 0.0, list(self.inserted_s)
         for position, start in enumerate(self.start_s):
             clock += inserted_s[position]
-            if clock < start - _ROUNDING * self.end_s:
+            if clock < start - max(self.shortest_wait_s, _ROUNDING * self.end_s):
                 added = insert(position, limits[position] - clock)
                 inserted_s[position] += added
                 clock += added
@@ -156,12 +159,15 @@ class DeviceSlots:
         return placed
 
 
-def find_slots(timeline: Timeline, queues: Sequence[str]) -> list[DeviceSlots]:
+def find_slots(
+    timeline: Timeline, queues: Sequence[str], shortest_wait_s: float = 0.0
+) -> list[DeviceSlots]:
     """Finds the idle time of devices.
 
     Args:
         timeline: of a step; its other queues are links.
         queues: the devices' names.
+        shortest_wait_s: as of `DeviceSlots`.
 
     Returns:
         The slots of each device, in the order of `queues`.
@@ -180,6 +186,7 @@ def find_slots(timeline: Timeline, queues: Sequence[str]) -> list[DeviceSlots]:
             [graph.operations[i].name for i in own],
             *(table[own].tolist() for table in (timeline.start_s, duration, latest)),
             end_s=timeline.makespan_s,
+            shortest_wait_s=shortest_wait_s,
         )
         for own in entries
     ]

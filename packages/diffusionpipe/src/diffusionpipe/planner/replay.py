@@ -23,9 +23,9 @@ __all__ = ["PlanReplay"]
 class PlanReplay:
     """A plan with the seconds of its passes and messages.
 
-    Operations are named (action, rank, step, piece) for passes and jobs, ("message", number, step),
-    ("sum", stage, bucket, step), ("agreement", step) and ("step", rank, step); ranks are the queues
-    "rank 0", ...
+    Operations are named (action, rank, piece) for passes and jobs, ("message", number), ("sum", stage,
+    bucket), ("agreement",) and ("step", rank); ranks are the queues "rank 0", ... All ranks agree at
+    the end of a step, so that a step is replayed alone.
 
     Args:
         plan: plan with its orders.
@@ -61,18 +61,13 @@ class PlanReplay:
         ]
         return sum(seconds) / max(len(seconds), 1)
 
-    def run(self, num_steps: int = 1, *, is_passes_only: bool = False) -> Timeline:
-        """Replays steps one after another; each needs the frozen outputs of the one before.
+    def run(self, *, is_passes_only: bool = False) -> Timeline:
+        """Replays a step.
 
         Args:
-            num_steps: number of steps.
-            is_passes_only: leave out the optimizer steps.
+            is_passes_only: leave out the agreement and the optimizer steps.
         """
-        operations = [
-            operation
-            for step in range(num_steps)
-            for operation in self._list_step(step, is_passes_only)
-        ]
+        operations = list(self._list_operations(is_passes_only))
         ranks = {f"rank {rank}": "given" for rank in range(self._plan.num_ranks)}
         links = {
             queue: "readiness"
@@ -82,14 +77,6 @@ class PlanReplay:
             )
         }
         return Replay(operations, links | ranks).run()  # type: ignore[arg-type]
-
-    def predict_s(self) -> float:
-        """Predicts the seconds of a step that follows another one."""
-        timeline, ranks = self.run(2), range(self._plan.num_ranks)
-        first, second = (
-            max(timeline.span_s(("step", rank, step))[1] for rank in ranks) for step in range(2)
-        )
-        return second - first
 
     def sum_seconds(self, rank: int) -> tuple[float, float]:
         """Seconds of a step in which a rank computes passes and the optimizer step, and encodes."""
@@ -117,47 +104,46 @@ class PlanReplay:
             total += 2 * (replicas - 1) * sum(size for size, _ in self._buckets[stage]) // replicas
         return total
 
-    def _list_step(self, step: int, is_passes_only: bool) -> Iterator[Operation]:
+    def _list_operations(self, is_passes_only: bool) -> Iterator[Operation]:
         needs: dict[tuple[int, Action], list[Hashable]] = defaultdict(list)
-        arriving: dict[int, list[Hashable]] = defaultdict(list)  # frozen outputs of the step before
         for number, (message, size) in enumerate(zip(self.messages, self.sizes, strict=True)):
             pieces = self._count_pieces(message.sent_by)
-            sent_by = message.sent_by, message.sender, step, pieces - 1
+            sent_by = message.sent_by, message.sender, pieces - 1
             link, queues = self._find_edge(message)
-            name = ("message", number, step)
+            name = ("message", number)
             yield Operation(name, queues, link.time_s(size), [sent_by])
             if message.used_by is not None:
                 needs[message.receiver, message.used_by].append(name)
-            elif step:
-                arriving[message.receiver].append(("message", number, step - 1))
         last: list[Hashable] = []
         for rank, actions in enumerate(self._order):
             for action in actions:
                 if action.kind in ("sum", "step"):
                     continue
                 after = needs[rank, action]
-                if action.kind in ("forward", "estimate"):
-                    # The first pass waits for all: only rows of the last micro-batches could be late.
-                    after = [*after, *arriving.pop(rank, ())]
                 for piece, seconds in enumerate(self._list_pieces_s(action, rank)):
-                    name = action, rank, step, piece
+                    name = action, rank, piece
                     yield Operation(name, f"rank {rank}", seconds, [] if piece else after)
             last.append(name)
-        sums = list(self._list_sums(step))
+        sums = list(self._list_sums())
         yield from sums
         if not is_passes_only:
             cluster = self._inputs.cluster
             link = cluster.network if len(cluster.hosts) > 1 else cluster.hosts[0].link
-            agree_s = 2 * (self._plan.num_ranks - 1).bit_length() * float(link.alpha_s)
+            # Two small all-reduces: on batches before the step, on losses behind it. A rank takes part
+            # in the latter when its sums are complete and its messages are sent.
+            agree_s = 4 * (self._plan.num_ranks - 1).bit_length() * float(link.alpha_s)
             last += [operation.name for operation in sums]
-            yield Operation(("agreement", step), "agreement", agree_s, last)
+            last += [
+                ("message", number)
+                for number, message in enumerate(self.messages)
+                if message.used_by is None
+            ]
+            yield Operation(("agreement",), "agreement", agree_s, last)
             for rank in range(self._plan.num_ranks):
                 update_s = self._find_update_s(rank)
-                yield Operation(
-                    ("step", rank, step), f"rank {rank}", update_s, [("agreement", step)]
-                )
+                yield Operation(("step", rank), f"rank {rank}", update_s, [("agreement",)])
 
-    def _list_sums(self, step: int) -> Iterator[Operation]:
+    def _list_sums(self) -> Iterator[Operation]:
         plan, cluster = self._plan, self._inputs.cluster
         for stage, ranks in enumerate(plan.devices):
             if len(ranks) == 1:
@@ -169,8 +155,8 @@ class PlanReplay:
             before: list[Hashable] = []
             for bucket, (num_bytes, _) in enumerate(self._buckets[stage]):
                 if num_bytes:
-                    name = ("sum", stage, bucket, step)
-                    after = [*((action, rank, step, bucket) for rank in ranks), *before]
+                    name = ("sum", stage, bucket)
+                    after = [*((action, rank, bucket) for rank in ranks), *before]
                     queue = queues if len(hosts) > 1 else f"sum of stage {stage}"
                     seconds = ring_all_reduce_s(link, num_bytes, len(ranks))
                     yield Operation(name, queue, seconds, after)
@@ -233,6 +219,8 @@ class PlanReplay:
             cluster = self._inputs.cluster
             source, target = (cluster.host(rank).name for rank in edge)
             is_local = source == target
-            queues = f"link {edge[0]} to {edge[1]}" if is_local else (f"{source} out", f"{target} in")
+            queues = (
+                f"link {edge[0]} to {edge[1]}" if is_local else (f"{source} out", f"{target} in")
+            )
             self._edges[edge] = cluster.link(*edge), queues
         return self._edges[edge]

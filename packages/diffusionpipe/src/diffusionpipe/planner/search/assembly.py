@@ -19,6 +19,8 @@ __all__ = ["Encoding", "assemble"]
 Encoding = Literal["filled", "first", "cached"]
 """When frozen parts run: in idle time, before the step's passes, or never, as their outputs are cached."""
 
+# Waits below this share of a step are not filled: passes start that much sooner or later than planned.
+_SHORTEST_WAIT = 0.003
 # Share of a step that an order with more micro-batches in flight must save.
 _WORTH = 0.005
 
@@ -57,7 +59,7 @@ def _forecast(plan: Plan, inputs: PlanInputs) -> Plan:
     step_s = 0.0
     edges: dict[tuple[int, int], float] = defaultdict(float)
     for weight, each in zip(weights, replays, strict=True):
-        step_s += weight * each.predict_s()
+        step_s += weight * each.run().makespan_s
         for edge, num_bytes in each.count_edges().items():
             edges[edge] += weight * num_bytes
     ranks = []
@@ -129,7 +131,8 @@ def _add_frozen(plan: Plan, inputs: PlanInputs, encoding: Encoding, *, has_estim
     names: list[Sequence] = [()] * len(groups[0])
     if encoding == "filled":
         timeline = PlanReplay(plan, inputs, has_estimate=has_estimate).run(is_passes_only=True)
-        slots = find_slots(timeline, [f"rank {rank}" for rank in groups[0]])
+        queues = [f"rank {rank}" for rank in groups[0]]
+        slots = find_slots(timeline, queues, _SHORTEST_WAIT * timeline.makespan_s)
         names = [each.names for each in slots]
         # Whichever kind of step comes next, the same ranks encode the same rows.
         quotas = {

@@ -43,7 +43,7 @@ def find_changes(plans: Sequence[Plan], inputs: PlanInputs) -> Iterator[str]:
     for factors in (_SLOWER, _FASTER) if len(rivals) > 1 else ():
         for factor in factors:
             other = replace(inputs, cluster=_scale_network(inputs.cluster, factor))
-            seconds = [PlanReplay(each, other).predict_s() for each in rivals]
+            seconds = [PlanReplay(each, other).run().makespan_s for each in rivals]
             change = (
                 f"{factor:.0f} times faster" if factor > 1 else f"{1 / factor:.0f} times slower"
             )
