@@ -1,0 +1,80 @@
+"""Memory as a bound: peaks of a plan by hand, and partitions within a limit against brute force."""
+
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from diffusionpipe.planner.costs import PlanInputs
+from diffusionpipe.planner.memory import find_peak_bytes
+from diffusionpipe.planner.partitioning.partition import StageTables, solve_stages, sum_spans
+from diffusionpipe.planner.plan import Action, Plan
+from diffusionpipe.planner.schedule import order_1f1b
+from shared.topology import Cluster
+from shared.topology.device import CPU
+
+from .test_partition import cut, share
+
+
+def test_peaks_are_those_by_hand(make_profile):
+    # Four layers of 1,000 bytes of weights; two rows a micro-batch, eight a step.
+    profile = make_profile(4, gradient_bytes=1000, saved_bytes=10)
+    passes = order_1f1b(2, 4)
+    encode = Action("encode", name="z", samples=(0, 8))
+    plan = Plan(
+        placement="chain", num_stages=2, num_micro_batches=4, batch_size=8,
+        spans=((0, 1), (1, 4)), devices=((0,), (1,)),
+        order=((encode, *passes[0], Action("step")), (*passes[1], Action("step"))),
+    )  # fmt: skip
+    first, second = find_peak_bytes(plan, PlanInputs(profile, Cluster.uniform(2, 1, CPU)))
+    # Weights, gradients and two moments; saved values of two and of one micro-batch in flight; the
+    # frozen outputs of eight rows (500 bytes each) twice; the encoder's weights where it runs.
+    assert first == 4 * 1000 + 10 * 2 * 2 + 2 * 8 * 500 + 2_000_000
+    assert second == 3 * 4 * 1000 + 3 * 10 * 2 * 1 + 2 * 8 * 500
+
+
+numbers = st.integers(0, 9).map(float)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(1, 5), st.data())
+def test_partitions_within_memory_equal_brute_force(layers, data):
+    lists = st.lists(numbers, min_size=layers, max_size=layers)
+    time, back, sync, fixed, flight = (data.draw(lists) for _ in range(5))
+    num_stages = data.draw(st.integers(1, layers))
+    devices = data.draw(st.integers(num_stages, 6))
+    micro_batches, limit = data.draw(st.integers(1, 4)), data.draw(st.integers(0, 40)) + 0.55
+    # Not all numbers of replicas are allowed, as where they do not divide the rows.
+    allowed = {1, *data.draw(st.sets(st.integers(2, 6)))}
+    replicas = np.arange(devices + 1)
+    ratio = 1.0 / np.maximum(replicas, 1)
+    time_s = sum_spans(np.add(time, back))[..., None] * ratio
+    time_s[..., [count for count in replicas if count not in allowed]] = np.inf
+    tables = StageTables(
+        time_s=time_s,
+        backward_s=sum_spans(back)[..., None] * ratio,
+        sync_s=sum_spans(sync)[..., None] * (replicas > 1),
+        cut_s=np.zeros(layers + 1),
+        fixed_bytes=sum_spans(fixed),
+        flight_bytes=sum_spans(flight)[..., None] * ratio,
+        limit_bytes=limit,
+    )
+    best = np.inf
+    for ends, counts in product(cut(layers, num_stages), share(devices, num_stages)):
+        period = exposed = hidden = 0.0
+        fits = set(counts) <= allowed
+        for stage, ((a, b), r) in enumerate(zip(ends, counts, strict=True)):
+            flights = min(num_stages - stage, micro_batches)
+            fits &= sum(fixed[a:b]) + flights * sum(flight[a:b]) / r <= limit
+            period = max(period, (sum(time[a:b]) + sum(back[a:b])) / r)
+            exposed = max(exposed, sum(sync[a:b]) * (r > 1) - hidden)
+            hidden += sum(back[a:b]) / r
+        if fits:
+            best = min(best, (micro_batches + 2 * num_stages - 2) * period + exposed)
+    result = solve_stages(tables, num_stages, devices, micro_batches)
+    assert (result.objective_s if result else np.inf) == pytest.approx(best)
+    within = solve_stages(tables, num_stages, devices, micro_batches, best * 1.01 + 0.01)
+    assert (within is None) == (result is None)
+    assert solve_stages(tables, num_stages, devices, micro_batches, best * 0.99) is None
