@@ -34,7 +34,7 @@ BETA = 500.0
 def build(batch_size: int = 16) -> tuple[dp.Job, Iterator[dict[str, Any]]]:
     """Builds the job and its batches: sharp digits are preferred to noisy ones, by their label."""
     torch.manual_seed(0)
-    unet = build_unet((16, 32), text_dim=16, sample_size=8, in_channels=1)
+    unet = build_unet((16, 32), text_dim=16, sample_size=8, in_channels=1, out_channels=1)
     reference = copy.deepcopy(unet).requires_grad_(False)
     labels = torch.nn.Embedding(10, 16).requires_grad_(False)
     scheduler = DDPMScheduler()

@@ -33,6 +33,7 @@ def read_losses(text):
     return [float(loss) for loss in re.findall(r"step \d+: loss ([\d.]+)", text)]
 
 
+@pytest.mark.slow
 def test_networks_are_planned_for(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     words = ["--image-size", "16", "--batch-size", "4", "--rates", "1mbit", "100gbit"]

@@ -139,6 +139,7 @@ def build_unet(
     text_dim: int,
     sample_size: int,
     in_channels: int = 4,
+    out_channels: int = 4,
     layers_per_block: int = 2,
     groups: int = 8,
 ) -> Any:
@@ -149,6 +150,7 @@ def build_unet(
         text_dim: of texts' states.
         sample_size: rows and columns of latents.
         in_channels: 4 of latents; 8 with an earlier estimate of them beside.
+        out_channels: of what is predicted.
         layers_per_block: pairs of a resnet and an attention a block of the first half.
         groups: of the norms.
     """
@@ -158,6 +160,7 @@ def build_unet(
     return UNet2DConditionModel(
         sample_size=sample_size,
         in_channels=in_channels,
+        out_channels=out_channels,
         block_out_channels=tuple(channels),
         layers_per_block=layers_per_block,
         down_block_types=("CrossAttnDownBlock2D",) * num_text_blocks + ("DownBlock2D",),

@@ -1,4 +1,5 @@
 import copy
+from functools import cache
 
 import pytest
 import torch
@@ -55,6 +56,13 @@ FAMILIES = {
 }
 
 
+@cache
+def _family(name):
+    """A model that no test changes, and its arguments."""
+    build, make_inputs = FAMILIES[name]
+    return build(), make_inputs()
+
+
 def _gradients(model, output):
     model.zero_grad()
     torch.manual_seed(3)
@@ -71,8 +79,7 @@ def _assert_same(ours, theirs):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_outputs_and_gradients_are_the_models_own_to_the_bit(family):
-    build, make_inputs = FAMILIES[family]
-    model, inputs = build(), make_inputs()
+    model, inputs = _family(family)
     chain = dp.chain(model)
     chain.check(**inputs)
     expected = model(**inputs, return_dict=False)[0]
@@ -85,8 +92,7 @@ def test_outputs_and_gradients_are_the_models_own_to_the_bit(family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_spans_run_apart_give_the_same_and_name_what_travels(family):
-    build, make_inputs = FAMILIES[family]
-    model, inputs = build(), make_inputs()
+    model, inputs = _family(family)
     chain = dp.chain(model)
     state = chain.flatten(inputs)
     with torch.no_grad():
@@ -161,7 +167,7 @@ def test_a_wrapper_of_peft_is_cut_like_its_model():
 
 
 def test_cuts_are_what_spans_have_to_hand_over():
-    model, inputs = text_unet(channels=(8, 8, 16), layers_per_block=2), text_unet_inputs()
+    model, inputs = _family("text, deeper")
     chain = dp.chain(model)
     state = chain.flatten(inputs)
     with torch.no_grad():
@@ -338,8 +344,8 @@ def test_checkpointed_activations_change_no_gradient():
 
 def test_layers_leave_what_they_read_alone():
     """A value may be on its way to another rank while the next layers run."""
-    for build, make_inputs in FAMILIES.values():
-        model, inputs = build(), make_inputs()
+    for family in FAMILIES:
+        model, inputs = _family(family)
         chain = dp.chain(model)
         values = chain.flatten(inputs)
         with torch.no_grad():

@@ -105,6 +105,13 @@ def test_images_come_as_arrays(kind, job, expected):
     assert torch.equal(compute(job, arrays), expected)
 
 
+def test_images_come_as_a_list(job, expected):
+    batch = small_pipelines.batch()
+    assert torch.equal(compute(job, {**batch, "pixels": list(batch["pixels"])}), expected)
+    arrays = [image.numpy() for image in batch["pixels"]]
+    assert torch.equal(compute(job, {**batch, "pixels": arrays}), expected)
+
+
 def test_a_loaders_batches_are_taken(job, expected):
     batch = small_pipelines.batch()
     rows = [
@@ -130,6 +137,10 @@ def test_a_loaders_batches_are_taken(job, expected):
         (
             torch.zeros(3, 3, 16, 16, dtype=torch.uint8),
             r"expected floats from -1 to 1 .* torch.uint8",
+        ),
+        (
+            [torch.zeros(3, 16, 16), torch.zeros(3, 8, 8), torch.zeros(3, 16, 16)],
+            r"got list of images \[3, 16, 16\], \[3, 8, 8\]; .* images of one size",
         ),
         (torch.zeros(3, 16, 16), r"\[num_samples, 3, rows, columns\]"),
         (torch.zeros(3, 3, 18, 18), r"rows and columns that are multiples of 2, got \[9, 9\]"),

@@ -44,7 +44,7 @@ def group_components(frozen: Frozen) -> dict[str, tuple[str, ...]]:
                 f"frozen: expected names without '.' and '+', got {name!r}; do rename it"
             )
         if _takes_draw(name, function):
-            groups = [(*(known for group in groups for known in group), name)]
+            groups = [(*(earlier for group in groups for earlier in group), name)]
         else:
             groups.append((name,))
     return {"+".join(group): group for group in groups}

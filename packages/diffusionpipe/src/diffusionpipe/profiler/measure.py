@@ -111,8 +111,8 @@ class _Timing(NamedTuple):
     """Median seconds of some samples: by component; by backbone and layer."""
 
     frozen_s: dict[str, float]
-    forward_s: list[list[float]]
-    backward_s: list[list[float]]
+    forward_s: list[tuple[float, ...]]
+    backward_s: list[tuple[float, ...]]
 
 
 def _time_size(job: Job, rows: Batch, repeats: int, device: torch.device) -> _Timing:
@@ -170,8 +170,8 @@ def _go_back(
         torch.autograd.backward([roots[k] for k in used], [gradients.pop(k) for k in used])
     for key, tensor in read.items():
         if tensor.grad is not None:
-            known = gradients.get(key)
-            gradients[key] = tensor.grad if known is None else known + tensor.grad
+            total = gradients.get(key)
+            gradients[key] = tensor.grad if total is None else total + tensor.grad
 
 
 def _describe_chain(chain: Chain, prepared: Prepared, num_rows: int, **tables: Any) -> ChainProfile:

@@ -37,11 +37,11 @@ def find_feeds(job: Any, batch: Batch) -> tuple[dict[str, tuple[str, ...]], ...]
 
     def prepare(values: dict[str, Tensor]) -> list[dict[str, Tensor]]:
         made = job.prepare(batch, values, draw)
-        return [{**one.state, **flatten("target", one.target)} for one in made]
+        return [{**each.state, **flatten("target", each.target)} for each in made]
 
     reference = prepare(values)
     feeds: tuple[dict[str, dict[str, None]], ...] = tuple(
-        {_name(key): {} for key in (*one, "target")} for one in reference
+        {_name(key): {} for key in (*state, "target")} for state in reference
     )
     for name, value in values.items():
         changed = prepare({**values, name: _change(value)})

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -92,12 +93,22 @@ def _list_frozen(
     encoders = [part for name, part in pipeline.components.items() if name.startswith("text_enc")]
 
     def encode_pixels(batch: Batch) -> Tensor:
-        pixels = torch.as_tensor(_find(batch, "pixels"))
-        if pixels.ndim != 4 or pixels.shape[1] != 3 or not pixels.is_floating_point():
+        pixels = _find(batch, "pixels")
+        if isinstance(pixels, list | tuple) and len({np.shape(image) for image in pixels}) == 1:
+            is_tensor = isinstance(pixels[0], Tensor)
+            pixels = torch.stack(list(pixels)) if is_tensor else np.stack(pixels)
+        if isinstance(pixels, np.ndarray):
+            pixels = torch.as_tensor(pixels)
+        if (
+            not isinstance(pixels, Tensor)
+            or pixels.ndim != 4
+            or pixels.shape[1] != 3
+            or not pixels.is_floating_point()
+        ):
             raise DataError(
                 "batch['pixels']: expected floats from -1 to 1 of shape [num_samples, 3, rows, "
-                f"columns], got {pixels.dtype} {list(pixels.shape)}; do convert images, as by "
-                "pixels.permute(0, 3, 1, 2) / 127.5 - 1"
+                f"columns], got {_describe_images(pixels)}; do convert images, as by "
+                "pixels.permute(0, 3, 1, 2) / 127.5 - 1, and give a batch images of one size"
             )
         return vae.encode(pixels.to(vae.device, vae.dtype)).latent_dist.parameters
 
@@ -149,6 +160,13 @@ def _list_image_sizes(batch: Batch, frozen: Mapping[str, Any]) -> Tensor:
     rows, columns = _find(batch, "pixels").shape[-2:]
     sizes = torch.tensor([rows, columns, 0, 0, rows, columns], device=states.device)
     return sizes.to(states.dtype).repeat(len(states), 1)
+
+
+def _describe_images(pixels: Any) -> str:
+    if isinstance(pixels, Tensor):
+        return f"{pixels.dtype} {list(pixels.shape)}"
+    shapes = {str(list(np.shape(image))): None for image in pixels}
+    return f"{type(pixels).__name__} of images {', '.join(shapes)}"
 
 
 def _check_caption(caption: Any) -> str:
