@@ -30,8 +30,15 @@ if TYPE_CHECKING:
 __all__ = ["TrainedTurns", "judge_sleeping", "judge_training", "run"]
 
 _SOURCE = "diffusionpipe demo"
-_BATCH, _MICRO_BATCHES, _IMAGE_SIZE, _CHANNELS = 16, 4, 64, (64, 128)
-_MODULES = ("diffusionpipe.runtime.engine", "diffusers.models.unets.unet_2d_condition")
+_BATCH, _MICRO_BATCHES, _IMAGE_SIZE, _CHANNELS = 16, 2, 64, (32, 64)
+_MODULES = (
+    "diffusionpipe.runtime.engine",
+    "diffusionpipe.runtime.virtual",
+    "diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion",
+    "transformers.models.bert.modeling_bert",
+    "sklearn.datasets",
+)
+"""What ranks import, once for all where they are forked."""
 _DEVICES, _RATIO, _ROWS = 4, 0.85, 64
 """Sleeping devices, their frozen part over their training's time, and rows of their batch."""
 _PASS_S = 0.06
@@ -71,7 +78,7 @@ def run(out: Path, *, is_full: bool) -> bool:
             turns = 15 if is_full else 3
             trained = pool.run(train_in_turns, turns, timeout=timedelta(minutes=10)).results[0]
         status.update(f"diffusionpipe: {_DEVICES} sleeping devices, first and filled in turns")
-        with RankPool(_DEVICES, modules=("diffusionpipe.runtime.virtual",)) as pool:
+        with RankPool(_DEVICES, modules=_MODULES) as pool:
             slept = pool.run(sleep_in_turns, 8 if is_full else 2).results[0]
     claims = [judge_training(trained), judge_sleeping(*slept)]
     steps = {
@@ -100,8 +107,9 @@ def train_in_turns(num_turns: int) -> TrainedTurns:
     profile = measure(job, batch, sizes=(1, _BATCH // _MICRO_BATCHES), repeats=1)
     cluster = make_cluster(2)
     filled = make_plan(
-        job, profile, cluster, batch_size=_BATCH, num_stages=2, num_micro_batches=_MICRO_BATCHES
-    )
+        job, profile, cluster, batch_size=_BATCH, num_stages=2, num_micro_batches=_MICRO_BATCHES,
+        placement="chain",
+    )  # fmt: skip
     with torch.no_grad():
         reference = float(job.compute_loss(batch, seed=0, step=0))
     # An engine takes its job's weights for itself, so that each needs a job of its own.

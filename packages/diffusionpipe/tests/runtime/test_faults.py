@@ -57,12 +57,19 @@ def die(name, victim, kind):
     ("name", "victim", "kind", "told"),
     [
         ("chain of 2", 1, "forward", r"rank 0: .* rank 1 failed .*micro-batch \d, stage \d to \d"),
-        ("chain of 4", 2, "backward", r"rank 1: .* rank 2 failed .*micro-batch \d, stage \d to \d"),
-        (
+        pytest.param(
+            "chain of 4",
+            2,
+            "backward",
+            r"rank 1: .* rank 2 failed .*micro-batch \d, stage \d to \d",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
             "data 2",
             0,
             "backward",
             r"rank 1: .*(rank 0 failed|ranks \[0, 1\] failed in phase)",
+            marks=pytest.mark.slow,
         ),
     ],
 )
@@ -121,7 +128,7 @@ def begin_unlike(what):
 )
 def test_unlike_weights_are_refused_before_step_0(pair, what, told):
     for text in pair.run(begin_unlike, what).results:
-        assert "expected the same weights on all ranks" in text
+        assert "expected the same weights, by the mean size of" in text
         assert told in text
 
 
@@ -205,20 +212,26 @@ def diverge_backward_only(name):
 
 
 def move_all(name, batches):
-    """Weights where every frozen job is held to be late, and how many were moved."""
-    with mock.patch.object(Links, "has_arrived", return_value=True):
-        engine = Engine(make_job(), PLANS[name](), make_sgd)
+    """Weights where from step 2 on every wait is over when it is looked for; and how many jobs moved."""
+    engine = Engine(make_job(), PLANS[name](), make_sgd)
+
+    def has_arrived(*_):
+        return engine.step >= 2
+
+    with mock.patch.object(Links, "has_arrived", has_arrived):
         losses = list(engine.steps(batches))
     report = engine.report()
     return losses, [[step.num_late for step in steps] for steps in report.steps]
 
 
 def test_late_frozen_jobs_move_to_the_end_and_are_counted(pair):
-    losses, _ = train_plainly(make_batches())
-    for got, num_late in pair.run(move_all, "chain of 2", make_batches()).results:
+    batches = make_batches(6)
+    losses, _ = train_plainly(batches)
+    for got, num_late in pair.run(move_all, "chain of 2", batches).results:
         assert got == pytest.approx(losses, rel=1e-12)
-        # Rank 0 waits for gradients before each of 4 backward passes; rank 1 for none.
-        assert num_late == [[4, 4, 0], [0, 0, 0]]
+        # Rank 0 waits for gradients before each of 4 backward passes; rank 1 for none. Where as many
+        # waits were over as not, the plan is taken to mean it so.
+        assert num_late == [[0, 0, 4, 4, 0, 0], [0, 0, 0, 0, 0, 0]]
 
 
 def test_a_plan_for_another_number_of_ranks_is_refused():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from diffusionpipe.job.draws import decide
+from diffusionpipe.job.draws import Draw, decide
 from diffusionpipe.runtime.engine import Engine
 from shared.errors import ConfigError
 
@@ -12,12 +12,19 @@ from .toy import (
     CONDITIONED_PLANS,
     PLANS,
     PROBABILITY,
+    WIDTH,
+    encode_ids,
+    encode_pixels,
     make_batches,
     make_conditioned_job,
+    make_inputs,
+    make_job,
     make_job_of_two,
+    make_model,
     make_opposite_plan,
     make_sgd,
     make_slow_sgd,
+    square,
     train_conditioned_plainly,
     train_two_plainly,
 )
@@ -91,3 +98,38 @@ def test_two_backbones_in_opposite_directions_train_as_alone(
     pool = {2: pair, 4: ranks}[num_devices]
     results = pool.run(train_two, num_devices, num_micro_batches, batches).results
     check(results, train_two_plainly(batches), list(make_job_of_two().trained))
+
+
+def encode_with_noise(batch, frozen, draw):
+    """What a locked half of a ControlNet does: it needs the step's draws."""
+    clean = encode_pixels(batch)
+    return clean + 0.5 * draw.normal((WIDTH,), "frozen", like=clean)
+
+
+def train_with_frozen_draws(name, batches):
+    job = make_job(frozen={"z": encode_with_noise, "text": encode_ids})
+    return gather(Engine(job, PLANS[name](), make_sgd), batches)
+
+
+@pytest.mark.parametrize("name", ["one process", "chain of 2", "data 2"])
+def test_frozen_functions_draw_as_in_the_step_that_they_are_for(pair, name):
+    batches, model = make_batches(3), make_model()
+    own, losses = make_sgd(list(model.parameters())), []
+    for step, batch in enumerate(batches):
+        draw = Draw(0, step, range(BATCH))
+        frozen = {"z": encode_with_noise(batch, {}, draw), "text": encode_ids(batch)}
+        made = make_inputs(batch, frozen, draw)
+        target = made.pop("target")
+        loss = square(model(**made), target).mean()
+        own.zero_grad()
+        loss.backward()
+        own.step()
+        losses.append(float(loss.detach()))
+    weights = {key: value.detach() for key, value in model.named_parameters()}
+    is_alone = name == "one process"
+    results = (
+        [train_with_frozen_draws(name, batches)]
+        if is_alone
+        else pair.run(train_with_frozen_draws, name, batches).results
+    )
+    check(results, (losses, weights), list(make_job().trained))

@@ -15,7 +15,7 @@ from diffusionpipe.runtime.stages.health import BadValues
 from shared.comms import Group, all_gather_v, all_reduce
 from shared.errors import CommError, DivergenceError
 
-__all__ = ["add_losses", "check_alike", "check_batch", "check_close", "exchange", "sketch_batch"]
+__all__ = ["add_losses", "check_alike", "check_batch", "exchange", "sketch_batch"]
 
 _CLOSE = 1e-2
 """Ranks may compute with unlike processors and types of products, which round differently."""
@@ -45,7 +45,7 @@ def check_alike(
 
     Args:
         group: all ranks; None in one process.
-        facts: by name, what has to be equal.
+        facts: by name, what has to be equal; of floating-point numbers, but for a hundredth.
         problem: why this rank cannot go on, though others may.
 
     Raises:
@@ -61,44 +61,14 @@ def check_alike(
             f"expected all ranks to be able to go on, got {every[failed[0]]['problem']!r} on the "
             f"ranks {failed}; see what they raised"
         )
-    for name, mine in every[0]["facts"].items():
-        unlike = [rank for rank, one in enumerate(every) if one["facts"].get(name) != mine]
+    for name, first in every[0]["facts"].items():
+        values = [one["facts"].get(name) for one in every]
+        unlike = [rank for rank, value in enumerate(values) if not _is_alike(value, first)]
         if unlike:
             raise CommError(
-                f"expected the same {name} on all ranks, got {_show(mine)} on rank 0 and "
-                f"{_show(every[unlike[0]]['facts'].get(name))} on the ranks {unlike}; start all "
-                "ranks with the same files and settings"
-            )
-
-
-def check_close(
-    group: Group | None, sizes: Mapping[str, float], problem: Exception | None = None
-) -> None:
-    """Checks that all ranks compute the same up to rounding, as `check_alike` does.
-
-    Args:
-        group: all ranks; None in one process.
-        sizes: by name, mean sizes of values.
-        problem: why this rank cannot go on, though others may.
-
-    Raises:
-        CommError: ranks differ in a size by more than a hundredth, which is named with the ranks; or
-            others cannot go on.
-        Exception: `problem`, where there is one.
-    """
-    check_alike(group, {}, problem)
-    every = exchange(group, dict(sizes))
-    for name, mine in every[0].items():
-        unlike = [
-            rank
-            for rank, one in enumerate(every)
-            if abs(one[name] - mine) > _CLOSE * max(abs(mine), abs(one[name]))
-        ]
-        if unlike:
-            raise CommError(
-                f"expected the same weights on all ranks, got {name} of mean size {mine:.4g} on rank "
-                f"0 and {every[unlike[0]][name]:.4g} on the ranks {unlike}; load or seed all models "
-                "alike"
+                f"expected the same {name} on all ranks, got {_show(first)} on rank 0 and "
+                f"{_show(values[unlike[0]])} on the ranks {unlike}; start all ranks with the same "
+                "files, weights and settings"
             )
 
 
@@ -124,8 +94,7 @@ def check_batch(
     sketch = 0.0 if batch is None else sketch_batch(batch)
     mine = [float(num_rows), float(num_rows) ** 2, sketch, sketch**2]
     told = torch.tensor(mine, dtype=torch.float64)
-    with group.ledger.phase(f"batch of step {step}"):
-        all_reduce(group, told)
+    _add_up(group, told, step)
     count = group.world_size
     rows, square_rows, sketches, square_sketches = told.tolist()
     # Both are the count's square times a variance: 0 where all ranks have the same.
@@ -186,12 +155,21 @@ def add_losses(group: Group | None, step: int, loss: float, problems: Sequence[B
     # NaN spoils a sum, so problems are counted beside it.
     told = torch.tensor([loss, float(len(problems))], dtype=torch.float64)
     if group is not None:
-        with group.ledger.phase(f"agreement of step {step}"):
-            all_reduce(group, told)
+        _add_up(group, told, step)
     if not told[1] and told[0].isfinite():
         return float(told[0])
     every = [BadValues(*one) for own in exchange(group, problems) for one in own]
     raise DivergenceError(_describe(step, float(told[0]), every))
+
+
+def _add_up(group: Group, numbers: Tensor, step: int) -> None:
+    try:
+        with group.ledger.phase("agreement"):
+            all_reduce(group, numbers)
+    except CommError as error:
+        # In a note, as the ledger keeps a cell for each phase.
+        error.add_note(f"rank {group.rank} was at the agreement in step {step}")
+        raise
 
 
 _ORDER = ("forward", "loss", "backward", "gradients")
@@ -231,6 +209,13 @@ def _sum_bytes(content: bytes) -> float:
     return zlib.crc32(content) / 2**32
 
 
+def _is_alike(one: Any, other: Any) -> bool:
+    if isinstance(one, float) and isinstance(other, float):
+        both_nan = math.isnan(one) and math.isnan(other)
+        return both_nan or math.isclose(one, other, rel_tol=_CLOSE)
+    return one == other
+
+
 def _show(value: Any) -> str:
-    text = str(value)
+    text = f"{value:.4g}" if isinstance(value, float) else str(value)
     return text if len(text) <= 40 else f"{text[:20]}...{text[-17:]}"

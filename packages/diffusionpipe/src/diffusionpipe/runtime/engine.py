@@ -20,7 +20,7 @@ from torch import nn
 from diffusionpipe.job.draws import decide
 from diffusionpipe.job.job import Batch, Job
 from diffusionpipe.planner.plan import Plan
-from diffusionpipe.runtime.agreement import add_losses, check_alike, check_batch, check_close
+from diffusionpipe.runtime.agreement import add_losses, check_alike, check_batch
 from diffusionpipe.runtime.checkpoint import load_state, save_state
 from diffusionpipe.runtime.executor import Executor
 from diffusionpipe.runtime.instructions import Program, check_splits, compile_programs
@@ -28,7 +28,7 @@ from diffusionpipe.runtime.links import Links, group_replicas
 from diffusionpipe.runtime.records import RunReport, collect_report
 from diffusionpipe.runtime.stages import BadValues, GradientSums, StageCompute, Trace, trace_job
 from diffusionpipe.runtime.weights import WeightShares
-from shared.comms import Group, LedgerSnapshot
+from shared.comms import Group
 from shared.errors import ConfigError, DataError, MeshyardError
 
 __all__ = ["Engine"]
@@ -42,7 +42,7 @@ class _Running(NamedTuple):
     executor: Executor
     compute: StageCompute
     sums: GradientSums
-    traffic: LedgerSnapshot
+    links: Links
 
 
 class Engine:
@@ -203,8 +203,10 @@ class Engine:
         """
         if self._running is None:
             raise ConfigError("expected steps to report on, got none yet; run some first")
-        traffic = self._read_traffic().diff(self._running.traffic)
-        return collect_report(self._control, self._running.executor.recorder, traffic, self.plan)
+        running = self._running
+        return collect_report(
+            self._control, running.executor.recorder, running.links.sent_bytes, self.plan
+        )
 
     def _read(self, stream: Iterator[Batch], step: int) -> tuple[Batch | None, int]:
         """Reads the batch of a step, and its number of samples: 0 behind the last."""
@@ -248,7 +250,7 @@ class Engine:
             self._weights.add_frozen(rows)
         except MeshyardError as error:
             problem = error
-        check_close(self._control, sizes, problem)
+        check_alike(self._control, sizes, problem)
         assert trace is not None, "a problem was raised"
         self._weights.free(self.rank)
         plan = self.plan
@@ -260,7 +262,7 @@ class Engine:
         compute = StageCompute(self.job, trace.flow, stages, own, sums, self.seed)
         links = Links(programs, trace.shapes, plan.batch_size)
         executor = Executor(programs, stages, links, compute)
-        return _Running(executor, compute, sums, self._read_traffic())
+        return _Running(executor, compute, sums, links)
 
     def _check_job(self, batch: Batch) -> Batch:
         """Checks the job on two rows of the first batch, and returns these."""
@@ -312,6 +314,3 @@ class Engine:
         return bool(self.job.self_conditioning) and decide(
             self.seed, self.step, self.job.self_conditioning
         )
-
-    def _read_traffic(self) -> LedgerSnapshot:
-        return LedgerSnapshot() if self._group is None else self._group.ledger.snapshot()

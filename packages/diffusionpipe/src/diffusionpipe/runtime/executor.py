@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -32,6 +33,8 @@ __all__ = ["Executor"]
 
 _ESTIMATES = -1
 """In place of a backbone's number: values of the pass that predicts without gradients first."""
+_STEPS_WEIGHED = 3
+"""Most steps by which waits that were there may outnumber those that were not, or the reverse."""
 
 
 class Executor:
@@ -68,7 +71,7 @@ class Executor:
         self._needed = join_ranges(one.samples for one in readers)
         self._reads_estimates = ESTIMATE in self._names
         self._names.discard(ESTIMATE)
-        self._program = self._programs[0]
+        self._program, self._number = self._programs[0], 0
         self._num_rows = 0
         self._num_next: int | None = None
         self._frozen = self._ahead = FrozenRows()
@@ -78,6 +81,8 @@ class Executor:
         self._num_unread: dict[tuple[int, int, str], int] = {}
         self._gradients: dict[tuple[int, int, str], Tensor] = {}
         self._estimates: dict[int, Tensor] = {}
+        # By program and place: steps in which frozen jobs found a wait, less those in which they did not.
+        self._num_waits: Counter[tuple[int, int]] = Counter()
 
     def encode_ahead(self, num_next: int) -> None:
         """Encodes this rank's share of the first batch, which no step precedes.
@@ -110,8 +115,7 @@ class Executor:
             for index, instruction in enumerate(self._program.instructions):
                 place = describe_action(instruction.action)
                 self._links.look_ahead(index)
-                # Decided once for jobs in a row: a plan may fill beyond the wait where that delays
-                # nobody, but jobs whose wait was over before they began would delay somebody.
+                # Decided once for jobs in a row, before the first.
                 is_encode = instruction.action.kind == "encode"
                 is_late = is_encode and (is_late if was_encode else self._is_late(index))
                 was_encode = is_encode
@@ -129,7 +133,7 @@ class Executor:
     def _begin(
         self, program: int, num_rows: int, num_next: int | None, num_passing: int | None
     ) -> None:
-        self._program = self._programs[program]
+        self._program, self._number = self._programs[program], program
         self._num_rows, self._num_next = num_rows, num_next
         self._frozen, self._ahead = self._ahead, FrozenRows()
         for known in (self._values, self._gradients, self._estimates):
@@ -154,12 +158,22 @@ class Executor:
                 self._encode(one)
 
     def _is_late(self, index: int) -> bool:
-        """Whether the wait that encode actions fill is over before the first of them begins."""
+        """Whether the wait that encode actions fill is over before they begin, unlike in most steps before.
+
+        Where it always is, the plan fills beyond the wait because that delays nobody.
+        """
         following = (
             one for one in self._program.instructions[index:] if one.action.kind != "encode"
         )
         receives = next(following).receives if self._num_next is not None else ()
-        return bool(receives) and all(self._links.has_arrived(message) for message in receives)
+        if not receives:
+            return False
+        is_over = all(self._links.has_arrived(message) for message in receives)
+        place = self._number, index
+        balance = self._num_waits[place]
+        moved = balance - 1 if is_over else balance + 1
+        self._num_waits[place] = min(max(moved, -_STEPS_WEIGHED), _STEPS_WEIGHED)
+        return is_over and balance > 0
 
     def _encode(self, instruction: Instruction) -> None:
         if self._num_next is None:

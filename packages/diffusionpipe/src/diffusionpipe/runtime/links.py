@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -27,6 +27,8 @@ from shared.comms.courier import connect
 __all__ = ["Links", "group_replicas"]
 
 _RECEIVING_ACTIONS_AHEAD = 2
+_OPS = ("values", "gradients", "frozen")
+"""Names of messages in the ledger, which all groups of a process share."""
 
 
 class _Queued(NamedTuple):
@@ -50,6 +52,7 @@ class Links:
         rank: this one.
         shapes: of the values that travel.
         batch_size: rows of the plan's batch.
+        sent_bytes: by rank, bytes of all messages to it so far.
     """
 
     def __init__(self, programs: Sequence[Program], shapes: Shapes, batch_size: int) -> None:
@@ -72,6 +75,8 @@ class Links:
                 lanes = {lane for program in programs for lane in program.edges.get(pair, ())}
                 connect(group, sorted(lanes))
                 self._groups[pair[1] if self.rank == pair[0] else pair[0]] = group
+        self.sent_bytes: Counter[int] = Counter()
+        self._sent_before: Counter[int] = Counter()
         self._receiving: list[int] = []
         self._rows: dict[str, int | None] = {}
         self._queues: dict[tuple[int, str], deque[_Queued]] = {}
@@ -95,6 +100,7 @@ class Links:
         """
         self._rows = {"values": num_rows, "gradients": num_rows, "frozen": num_next_rows}
         self._incoming, self._window = {}, -1
+        self._sent_before = self._read_sent_bytes()
         self._receiving = [i for i, one in enumerate(program.instructions) if one.receives]
         expected = []
         queues: dict[tuple[int, str], deque[_Queued]] = {}
@@ -187,6 +193,15 @@ class Links:
         for pending in self._sending:
             pending.wait_all()
         self._sending = []
+        self.sent_bytes += self._read_sent_bytes() - self._sent_before
+
+    def _read_sent_bytes(self) -> Counter[int]:
+        """Bytes by rank that this process sent in messages, of other engines too."""
+        sent: Counter[int] = Counter()
+        for group in list(self._groups.values())[:1]:
+            for (op, peer, _), cell in group.ledger.snapshot().cells.items():
+                sent[peer] += cell.sent_bytes if op in _OPS else 0
+        return sent
 
     def _post(self) -> None:
         """Posts from each lane all messages up to the first that is not ready."""

@@ -12,13 +12,12 @@ from typing import Any, NamedTuple
 
 from diffusionpipe.planner.plan import Plan
 from diffusionpipe.runtime.agreement import exchange
-from shared.comms import Group, LedgerSnapshot
+from shared.comms import Group
 
 __all__ = ["ActionTime", "RunReport", "StepRecorder", "StepTimes", "collect_report"]
 
 _STEPS_KEPT = 20
 """Steps of which every action is kept; of earlier ones only sums are."""
-_MESSAGES = ("values", "gradients", "frozen")
 
 
 class ActionTime(NamedTuple):
@@ -160,7 +159,7 @@ class RunReport:
 def collect_report(
     control: Group | None,
     recorder: StepRecorder,
-    traffic: LedgerSnapshot,
+    sent_bytes: Mapping[int, int],
     plan: Plan,
 ) -> RunReport:
     """Collects all ranks' records on every rank; every rank calls it.
@@ -168,14 +167,10 @@ def collect_report(
     Args:
         control: all ranks, for small messages; None in one process.
         recorder: this rank's.
-        traffic: this rank's, since its first step.
+        sent_bytes: by rank, bytes of this one's messages, those before the first step too.
         plan: what was run, with its prediction.
     """
-    sent: dict[int, int] = {}
-    for (op, peer, _), cell in traffic.cells.items():
-        if op in _MESSAGES:
-            sent[peer] = sent.get(peer, 0) + cell.sent_bytes
-    mine = {"steps": [asdict(one) for one in recorder.steps], "sent": list(sent.items())}
+    mine = {"steps": [asdict(one) for one in recorder.steps], "sent": list(sent_bytes.items())}
     every = exchange(control, mine)
     num_steps = max(1, len(recorder.steps))
     return RunReport(

@@ -26,7 +26,7 @@ from diffusionpipe.runtime.instructions import (
 from diffusionpipe.runtime.links import Links, group_replicas
 from diffusionpipe.runtime.records import RunReport, collect_report
 from diffusionpipe.runtime.shapes import Shapes, ValueShape
-from shared.comms import Group, LedgerSnapshot
+from shared.comms import Group
 from shared.comms.collectives import Reduction, start_all_reduce
 
 __all__ = ["VirtualCompute", "run_virtual"]
@@ -58,8 +58,8 @@ def run_virtual(plan: Plan, profile: JobProfile, num_steps: int) -> RunReport:
     held = plan.stages_of(rank)
     compute = VirtualCompute(plan, profile, stages, held, group_replicas(plan))
     own = [programs[rank]]
-    executor = Executor(own, stages, Links(own, shapes, plan.batch_size), compute)
-    before = LedgerSnapshot() if group is None else group.ledger.snapshot()
+    links = Links(own, shapes, plan.batch_size)
+    executor = Executor(own, stages, links, compute)
     executor.encode_ahead(plan.batch_size)
     for step in range(num_steps):
         executor.recorder.begin(step)
@@ -70,8 +70,7 @@ def run_virtual(plan: Plan, profile: JobProfile, num_steps: int) -> RunReport:
         with executor.recorder.time("update"):
             compute.update()
         executor.recorder.end()
-    traffic = before if group is None else group.ledger.snapshot().diff(before)
-    return collect_report(control, executor.recorder, traffic, plan)
+    return collect_report(control, executor.recorder, links.sent_bytes, plan)
 
 
 class VirtualCompute:

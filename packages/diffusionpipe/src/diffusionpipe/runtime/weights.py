@@ -58,10 +58,8 @@ class WeightShares:
     def add_frozen(self, batch: Batch) -> None:
         """Adds the weights of frozen functions, which some rows of a batch find."""
         draw = Draw(0, 0, range(self._job.num_samples(batch)))
-        for component, functions in self._job.components.items():
-            used = find_parameters(
-                {name: self._job.frozen[name] for name in functions}, batch, draw
-            )
+        for component in self._job.components:
+            used = find_parameters(self._job.list_functions(component), batch, draw)
             weights = [weight for own in used.values() for weight in own]
             named = {f"{component}: {index}": weight for index, weight in enumerate(weights)}
             self._weights |= named
@@ -74,8 +72,9 @@ class WeightShares:
         needed = {id(self._weights[name]) for name in self._needed[rank]}
         for weight in self._weights.values():
             if id(weight) not in needed and weight.numel() > 1:
-                nan = torch.full((1,), torch.nan, dtype=weight.dtype, device=weight.device)
-                weight.data, weight.grad = nan.expand(weight.shape), None
+                value = torch.nan if weight.is_floating_point() else 0
+                one = torch.full((1,), value, dtype=weight.dtype, device=weight.device)
+                weight.data, weight.grad = one.expand(weight.shape), None
 
     @torch.no_grad()
     def gather(self, group: Group | None) -> None:

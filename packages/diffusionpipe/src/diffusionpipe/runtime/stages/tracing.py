@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
-from diffusionpipe.job.chain import Chain
 from diffusionpipe.job.draws import Draw
 from diffusionpipe.job.job import Job
 from diffusionpipe.job.layers import OUTPUT
+from diffusionpipe.profiler.saved import count_saved_bytes
 from diffusionpipe.runtime.instructions import BackboneFlow, Dataflow
 from diffusionpipe.runtime.shapes import Shapes, ValueShape
 
@@ -34,8 +33,16 @@ class Trace(NamedTuple):
     result_sizes: dict[str, float]
 
 
+class _Seen(NamedTuple):
+    """Values of a few rows: names of frozen outputs by component, these, and each backbone's values."""
+
+    components: dict[str, tuple[str, ...]]
+    frozen: dict[str, Tensor]
+    values: list[dict[str, Tensor]]
+
+
 def trace_job(job: Job, batch: Mapping[str, Any]) -> Trace:
-    """Runs one row and two rows through the job; all ranks find the same.
+    """Runs one row and two rows through the job; all ranks get the same.
 
     Args:
         job: whose values are asked for.
@@ -46,74 +53,51 @@ def trace_job(job: Job, batch: Mapping[str, Any]) -> Trace:
     """
     # Of a single row all shapes are taken as they are, which fits batches of one row.
     num_rows = min(2, job.num_samples(batch))
-    one, two = (_run(job, job.take(batch, range(count)), count) for count in (1, num_rows))
+    one, two = (_run(job, batch, count) for count in (1, num_rows))
     feeds = job.feeds(job.take(batch, range(num_rows)))
-    backbones, values = [], []
-    for index, chain in enumerate(job.chains):
-        seen, again = one.values[index], two.values[index]
-        values.append({key: ValueShape.between(seen[key], again[key]) for key in seen})
-        backbones.append(
-            BackboneFlow(
-                reads=tuple(layer.reads for layer in chain.layers),
-                writes=tuple(layer.writes for layer in chain.layers),
-                feeds=feeds[index],
-                differentiable=frozenset(key for key in seen if seen[key].requires_grad),
-            )
+    backbones = tuple(
+        BackboneFlow(
+            reads=tuple(layer.reads for layer in chain.layers),
+            writes=tuple(layer.writes for layer in chain.layers),
+            feeds=fed,
+            differentiable=frozenset(key for key, value in seen.items() if value.requires_grad),
         )
-    frozen = {key: ValueShape.between(one.frozen[key], two.frozen[key]) for key in one.frozen}
+        for chain, fed, seen in zip(job.chains, feeds, one.values, strict=True)
+    )
+    shapes = Shapes(
+        values=tuple(map(_find_shapes, one.values, two.values)),
+        frozen=_find_shapes(one.frozen, two.frozen),
+        device=one.values[0][OUTPUT].device,
+    )
+    frozen_sizes = {f"frozen {key!r}": value for key, value in two.frozen.items()}
+    result_sizes = {f"the output of backbone {i}": v[OUTPUT] for i, v in enumerate(two.values)}
     return Trace(
-        flow=Dataflow(backbones=tuple(backbones), components=one.components),
-        shapes=Shapes(
-            values=tuple(values), frozen=frozen, device=next(iter(one.values[0].values())).device
-        ),
-        frozen_sizes={f"frozen {k!r}": _measure_size(v) for k, v in two.frozen.items()},
-        result_sizes={
-            f"the output of backbone {index}": _measure_size(values[OUTPUT])
-            for index, values in enumerate(two.values)
-        },
+        Dataflow(backbones=backbones, components=one.components),
+        shapes,
+        _measure_sizes(frozen_sizes),
+        _measure_sizes(result_sizes),
     )
 
 
-def _measure_size(value: Tensor) -> float:
-    return float(value.detach().double().abs().mean())
+def _run(job: Job, batch: Mapping[str, Any], num_rows: int) -> _Seen:
+    rows, draw = job.take(batch, range(num_rows)), Draw(0, 0, range(num_rows))
+    outputs = {component: job.encode(component, rows, draw) for component in job.components}
+    frozen = {key: value for own in outputs.values() for key, value in own.items()}
+    prepared = zip(job.chains, job.prepare(rows, frozen, draw), strict=True)
+    values = []
+    for chain, one in prepared:
+        # Each value requires a gradient if a step's run of it would.
+        _, all_values = count_saved_bytes(chain, one.state)
+        values.append({key: all_values[key] for layer in chain.layers for key in layer.writes})
+    return _Seen({component: tuple(own) for component, own in outputs.items()}, frozen, values)
 
 
-class _Seen:
-    """Values of a few rows.
-
-    Attributes:
-        frozen: frozen outputs by name.
-        components: names of frozen outputs by component.
-        values: what layers write, by backbone and key; each requires a gradient if a plan's run of it would.
-    """
-
-    def __init__(self) -> None:
-        self.frozen: dict[str, Tensor] = {}
-        self.components: dict[str, tuple[str, ...]] = {}
-        self.values: list[dict[str, Tensor]] = []
+def _find_shapes(one: dict[str, Tensor], two: dict[str, Tensor]) -> dict[str, ValueShape]:
+    return {key: ValueShape.between(one[key], two[key]) for key in one}
 
 
-def _run(job: Job, rows: Mapping[str, Any], num_rows: int) -> _Seen:
-    seen, draw = _Seen(), Draw(0, 0, range(num_rows))
-    for component in job.components:
-        outputs = job.encode(component, rows, draw)
-        seen.frozen |= outputs
-        seen.components[component] = tuple(outputs)
-    for chain, prepared in zip(job.chains, job.prepare(rows, seen.frozen, draw), strict=True):
-        seen.values.append(_run_layers(chain, prepared.state))
-    return seen
-
-
-def _run_layers(chain: Chain, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What layers write, without keeping more than one layer's activations."""
-    values, written = dict(state), {}
-    for layer in chain.layers:
-        inputs = {
-            key: values[key].detach().requires_grad_(values[key].requires_grad)
-            for key in layer.reads
-        }
-        with torch.enable_grad():
-            outputs = layer.call(inputs)
-        for key, value in outputs.items():
-            written[key] = values[key] = value.detach().requires_grad_(value.requires_grad)
-    return written
+def _measure_sizes(values: dict[str, Tensor]) -> dict[str, float]:
+    return {
+        f"weights, by the mean size of {name},": float(value.detach().double().abs().mean())
+        for name, value in values.items()
+    }
