@@ -241,7 +241,7 @@ class Train(JsonOption):
 
 @dataclass(frozen=True, kw_only=True)
 class TracePlan(JsonOption):
-    """Draw a plan's predicted step, and write it as a Chrome trace.
+    """Draw the predicted step of one copy of a plan's pipeline, and write it as a Chrome trace.
 
     Examples:
         diffusionpipe trace --cluster packages/diffusionpipe/examples/two_hosts.yaml
@@ -266,7 +266,7 @@ class TracePlan(JsonOption):
 
         made = Plan.load(self.plan)
         inputs = PlanInputs(JobProfile.load(self.profile), Cluster.from_yaml(self.cluster))
-        queues = [f"rank {rank}" for rank in range(made.num_ranks)]
+        queues = [f"rank {rank}" for rank in made.list_group(0)]
         steps = {"planned": list_planned_bars(PlanReplay(made, inputs).run(), queues)}
         picture = self.out.with_suffix(".svg")
         write_trace(steps, self.out)

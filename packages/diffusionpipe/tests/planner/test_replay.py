@@ -1,6 +1,7 @@
 """Replays of plans: the runtime's own messages and bytes, and closed forms."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
@@ -19,12 +20,15 @@ def make_cluster(hosts, rate=100 * Mbps):
 
 
 @pytest.mark.parametrize(
-    ("placement", "ranks", "chains"),
-    [("data", 2, 1), ("chain", 2, 1), ("chain", 4, 1), ("folded", 2, 1), ("folded", 4, 1), ("opposite", 2, 2)],
+    ("placement", "ranks", "stages", "chains"),
+    [("data", 2, 1, 1), ("chain", 2, 2, 1), ("chain", 4, 4, 1), ("chain", 4, 3, 1), ("folded", 2, 2, 1),
+     ("folded", 4, 2, 1), ("folded", 4, 4, 1), ("opposite", 2, 2, 2)],
 )  # fmt: skip
-def test_bytes_are_those_of_the_runtimes_messages(make_profile, placement, ranks, chains):
+def test_bytes_are_those_of_the_runtimes_messages(make_profile, placement, ranks, stages, chains):
     profile = make_profile(9, skips=True, chains=chains)
-    chosen = plan(None, profile, make_cluster(ranks), batch_size=16, placement=placement)
+    chosen = plan(
+        None, profile, make_cluster(ranks), batch_size=16, placement=placement, num_stages=stages
+    )
     flow, _ = read_values(profile)
     sent = {}
     for program in compile_programs(chosen, flow):
@@ -75,3 +79,44 @@ def test_frozen_work_hides_under_a_sum(make_profile):
     )
     assert chosen.predicted_s == pytest.approx(chosen.cached_s, rel=1e-6)
     assert chosen.unfilled_s == pytest.approx(chosen.predicted_s + 0.4, rel=1e-3)
+
+
+def test_copies_of_a_pipeline_share_their_hosts_link(make_profile):
+    # Two copies of two stages: each stage's ranks are one host, and their messages share its link.
+    profile = make_profile(8, frozen_s=0.0, hidden_bytes=500_000, gradient_bytes=0)
+    options = {"num_stages": 2, "num_micro_batches": 4, "placement": "chain"}
+    alone = plan(None, profile, make_cluster(2), batch_size=16, **options)
+    network = Link.from_rate(100 * Mbps, alpha_s=1e-4)
+    both = Cluster.uniform(2, 2, CPU, network=network)
+    twice = plan(None, profile, both, batch_size=32, **options)
+    # The choice keeps each copy inside a host, where it does not wait for the other.
+    assert twice.devices == ((0, 2), (1, 3))
+    assert len(twice.edges) == 2 * len(alone.edges)
+    order = [twice.order[rank] for rank in (0, 0, 1, 1)]
+    across = replace(twice, devices=((0, 1), (2, 3)), order=tuple(order))
+    across_s = PlanReplay(across, PlanInputs(profile, both)).run().makespan_s
+    # The link is the bottleneck: 4 + 4 messages of 4 x 0.5 MB in each direction and 12.5 MB/s.
+    message_s = 4 * 500_000 / 12.5e6
+    assert alone.predicted_s > 4 * message_s
+    assert 8 * message_s < across_s < 2.1 * alone.predicted_s
+    assert twice.predicted_s < alone.predicted_s
+
+
+def test_ranks_agree_when_frozen_outputs_are_sent(make_profile):
+    profile = make_profile(4, frozen_s=0.1)
+    object.__setattr__(profile, "frozen_bytes", {"z": 5_000_000})
+    chosen = plan(
+        None, profile, make_cluster(2), batch_size=8, num_stages=2, num_micro_batches=4,
+        placement="chain",
+    )  # fmt: skip
+    timeline = PlanReplay(chosen, PlanInputs(profile, make_cluster(2))).run()
+    sent = [
+        timeline.span_s(operation.name)[1]
+        for operation in timeline.graph.operations
+        if operation.name[0] == "message"
+    ]
+    agreed_s = timeline.span_s(("agreement",))[0]
+    # Eight outputs of 5 MB travel at 12.5 MB/s: they end last.
+    assert agreed_s == max(sent)
+    assert agreed_s > max(timeline.span_s(name)[1] for name in timeline.graph.index
+                          if name[0] not in ("message", "agreement", "step"))  # fmt: skip

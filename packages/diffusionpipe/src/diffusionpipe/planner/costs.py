@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -165,7 +166,7 @@ class PlanInputs:
             devices: ranks of neighbouring stages, equally many in each.
             num_bytes: bytes of the messages of one replica.
         """
-        neighbours = zip(devices, devices[1:], strict=False)
+        neighbours = itertools.pairwise(devices)
         pairs = [pair for both in neighbours for pair in zip(*both, strict=True)]
         link = max((self.cluster.link(*pair) for pair in pairs), key=_time_megabyte)
         # Messages of ranks of one host to other hosts take turns.

@@ -77,11 +77,12 @@ def _describe_step(best: Plan) -> list[str]:
     idle = _find_idle(best)
     encode_s = sum(each.encode_s for each in best.ranks) / best.num_ranks
     times = best.predicted_s / best.limit_s if best.limit_s else 1.0
-    lines = [
+    limit = (
         f"Limit: {format_s(best.limit_s)}, if all compute were spread evenly and nothing else took "
         f"time; the step takes {times:.2f} of it. Idle time left: {format_s(idle * best.predicted_s)} "
         f"a rank ({idle:.0%})."
-    ]
+    )
+    lines = [limit]
     if encode_s:
         gain = 1 - best.cached_s / best.predicted_s
         saved = f"{gain:.0%} less" if gain >= _NOTABLE else "no gain: idle time hides them"

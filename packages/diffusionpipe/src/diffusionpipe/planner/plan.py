@@ -159,6 +159,14 @@ class Plan:
         """Returns the virtual stages of a backbone."""
         return [v for v, each in enumerate(self.backbones) if each == backbone]
 
+    def list_group(self, group: int) -> list[int]:
+        """Returns the ranks of a copy of the pipeline, by device and replica."""
+        ranks: dict[int, None] = {}
+        for own in self.devices:
+            count = len(own) // self.num_groups
+            ranks |= dict.fromkeys(own[group * count : (group + 1) * count])
+        return list(ranks)
+
     def samples(self, stage: int, micro_batch: int, rank: int) -> range:
         """Returns the rows of the batch that a rank computes in a pass of a stage it holds.
 

@@ -2,7 +2,8 @@
 
 A rank runs its list as it stands. A message starts when the pass or job that makes it ends, and
 takes its turn at its sender's and its receiver's host; ranks of one host have a link of their own
-for each pair. Sums go around a ring by buckets, which start during the last backward pass.
+for each pair. Copies of a pipeline run alike: one of them is replayed, and where several send from
+one host at the same time, its messages take that many times as long. Sums go around a ring by buckets, which start during the last backward pass.
 """
 
 from __future__ import annotations
@@ -37,9 +38,12 @@ class PlanReplay:
         self._plan, self._inputs = plan, inputs
         self._order = plan.estimate_order if has_estimate else plan.order
         chains, components = inputs.profile.chains, inputs.profile.frozen_outputs
-        self.messages = tuple(list_messages(plan, chains, components, self._order))
+        self._groups = [plan.list_group(group) for group in range(plan.num_groups)]
+        messages = list_messages(plan, chains, components, self._order)
+        ranks = set(self._groups[0])
+        self.messages = tuple(each for each in messages if each.sender in ranks)
         self._buckets = [self._cut_buckets(stage) for stage in range(len(plan.spans))]
-        self._edges: dict[tuple[int, int], tuple[Link, str | tuple[str, str]]] = {}
+        self._edges: dict[tuple[int, int], tuple[Link, str | tuple[str, str], int]] = {}
         self._pass_s: dict[tuple[str, int, int], list[float]] = {}
 
     @cached_property
@@ -68,7 +72,7 @@ class PlanReplay:
             is_passes_only: leave out the agreement and the optimizer steps.
         """
         operations = list(self._list_operations(is_passes_only))
-        ranks = {f"rank {rank}": "given" for rank in range(self._plan.num_ranks)}
+        ranks = {f"rank {rank}": "given" for rank in self._groups[0]}
         links = {
             queue: "readiness"
             for operation in operations
@@ -90,10 +94,13 @@ class PlanReplay:
 
     def count_edges(self) -> dict[tuple[int, int], int]:
         """Counts a step's bytes by sender and receiver, without sums."""
-        edges: dict[tuple[int, int], int] = {}
+        edges: dict[tuple[int, int], int] = defaultdict(int)
         for message, size in zip(self.messages, self.sizes, strict=True):
-            edge = message.sender, message.receiver
-            edges[edge] = edges.get(edge, 0) + size
+            sender, receiver = (
+                self._groups[0].index(r) for r in (message.sender, message.receiver)
+            )
+            for ranks in self._groups:
+                edges[ranks[sender], ranks[receiver]] += size
         return edges
 
     def count_sum_bytes(self, rank: int) -> int:
@@ -109,14 +116,14 @@ class PlanReplay:
         for number, (message, size) in enumerate(zip(self.messages, self.sizes, strict=True)):
             pieces = self._count_pieces(message.sent_by)
             sent_by = message.sent_by, message.sender, pieces - 1
-            link, queues = self._find_edge(message)
+            link, queues, share = self._find_edge(message)
             name = ("message", number)
-            yield Operation(name, queues, link.time_s(size), [sent_by])
+            yield Operation(name, queues, link.time_s(size * share), [sent_by])
             if message.used_by is not None:
                 needs[message.receiver, message.used_by].append(name)
         last: list[Hashable] = []
-        for rank, actions in enumerate(self._order):
-            for action in actions:
+        for rank in self._groups[0]:
+            for action in self._order[rank]:
                 if action.kind in ("sum", "step"):
                     continue
                 after = needs[rank, action]
@@ -139,7 +146,7 @@ class PlanReplay:
                 if message.used_by is None
             ]
             yield Operation(("agreement",), "agreement", agree_s, last)
-            for rank in range(self._plan.num_ranks):
+            for rank in self._groups[0]:
                 update_s = self._find_update_s(rank)
                 yield Operation(("step", rank), f"rank {rank}", update_s, [("agreement",)])
 
@@ -156,7 +163,8 @@ class PlanReplay:
             for bucket, (num_bytes, _) in enumerate(self._buckets[stage]):
                 if num_bytes:
                     name = ("sum", stage, bucket)
-                    after = [*((action, rank, bucket) for rank in ranks), *before]
+                    own = [rank for rank in ranks if rank in self._groups[0]]
+                    after = [*((action, rank, bucket) for rank in own), *before]
                     queue = queues if len(hosts) > 1 else f"sum of stage {stage}"
                     seconds = ring_all_reduce_s(link, num_bytes, len(ranks))
                     yield Operation(name, queue, seconds, after)
@@ -212,8 +220,8 @@ class PlanReplay:
         )
         return trained_bytes * self._inputs.profile.step_s_per_byte
 
-    def _find_edge(self, message: PlannedMessage) -> tuple[Link, str | tuple[str, str]]:
-        """The link of a message and the queues it waits in."""
+    def _find_edge(self, message: PlannedMessage) -> tuple[Link, str | tuple[str, str], int]:
+        """The link of a message, the queues it waits in, and how many groups share them."""
         edge = message.sender, message.receiver
         if edge not in self._edges:
             cluster = self._inputs.cluster
@@ -222,5 +230,8 @@ class PlanReplay:
             queues = (
                 f"link {edge[0]} to {edge[1]}" if is_local else (f"{source} out", f"{target} in")
             )
-            self._edges[edge] = cluster.link(*edge), queues
+            index = self._groups[0].index(message.sender)
+            senders = [cluster.host(ranks[index]).name for ranks in self._groups]
+            share = 1 if is_local else senders.count(source)
+            self._edges[edge] = cluster.link(*edge), queues, share
         return self._edges[edge]

@@ -10,7 +10,6 @@ passes really take.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from math import ceil
 
 from diffusionpipe.planner.plan import Action, Kind, Order, Plan
 from shared.topology import Operation, Replay, Timeline
@@ -26,10 +25,6 @@ __all__ = [
 
 # Micro-batches in flight, as a multiple of the devices, beyond which more never won in simulations.
 _MAX_WINDOW = 2
-# Further forward passes for each later stage of a chain; one hides messages as long as a pass.
-_AHEAD = (0.0, 0.5, 1.0)
-# Messages shorter than this share of a stage's passes need none.
-_SHORT = 0.02
 
 
 def list_orders(
@@ -39,7 +34,7 @@ def list_orders(
     *,
     has_estimate: bool = False,
 ) -> Iterator[Order]:
-    """Yields orders of the passes of one pipeline by device, those with the fewest in flight first.
+    """Yields orders of the passes of one pipeline by device, those with most in flight first.
 
     Args:
         plan: stages on ranks.
@@ -62,9 +57,12 @@ def list_orders(
         ]
         yield (tuple(passes),)
     elif plan.placement == "chain" and not has_estimate:
-        mean_s = sum(map(sum, seconds)) / len(seconds)
-        for ahead in _AHEAD if message_s > _SHORT * mean_s else (0.0,):
-            yield order_1f1b(num_spans, num_micro_batches, ahead=ahead)
+        # A micro-batch passes two messages for each later stage before it comes back; as many periods
+        # as these take, further micro-batches keep the stage busy.
+        period_s = max(map(sum, seconds))
+        ahead = min(2 * message_s / period_s, 1.0) if period_s else 0.0
+        for number in dict.fromkeys((ahead, 0.0)):
+            yield order_1f1b(num_spans, num_micro_batches, ahead=number)
     else:
         stages = range(num_spans)
         last = 2 * plan.num_stages - 2 if plan.placement == "folded" else 2 * num_spans
@@ -86,7 +84,7 @@ def order_1f1b(num_stages: int, num_micro_batches: int, *, ahead: float = 0.0) -
             while messages travel; 0 is the published schedule.
     """
     return tuple(
-        _alternate(stage, num_stages - stage + ceil(ahead * later), num_micro_batches)
+        _alternate(stage, num_stages - stage + round(ahead * later), num_micro_batches)
         for stage, later in enumerate(reversed(range(num_stages)))
     )
 

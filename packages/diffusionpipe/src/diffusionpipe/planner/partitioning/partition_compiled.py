@@ -1,6 +1,7 @@
 """Inner loops of the stage partitions, compiled."""
 
-# ruff: noqa: ANN001, ANN201
+# Conditional expressions: numba compiles them to vector instructions.
+# ruff: noqa: ANN001, ANN201, FURB136
 from __future__ import annotations
 
 import numpy as np

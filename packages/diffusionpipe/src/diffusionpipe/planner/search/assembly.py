@@ -21,8 +21,6 @@ Encoding = Literal["filled", "first", "cached"]
 
 # Waits below this share of a step are not filled: passes start that much sooner or later than planned.
 _SHORTEST_WAIT = 0.003
-# Share of a step that an order with more micro-batches in flight must save.
-_WORTH = 0.005
 
 
 def assemble(sketch: Plan, inputs: PlanInputs, encoding: Encoding = "filled") -> Plan:
@@ -83,31 +81,27 @@ def _forecast(plan: Plan, inputs: PlanInputs) -> Plan:
 
 
 def _order_passes(plan: Plan, inputs: PlanInputs, *, has_estimate: bool) -> Plan:
-    """Adds the order whose replay is the shortest, of those that fit into memory if any does."""
+    """Adds the first order that fits into memory, or the last."""
     seconds = [
         inputs.costs[plan.backbones[v]].span_seconds(span, len(plan.samples(v, 0, ranks[0])))
         for v, (span, ranks) in enumerate(zip(plan.spans, plan.devices, strict=True))
     ]
-    message_s = PlanReplay(plan, inputs, has_estimate=has_estimate).mean_message_s
-    best, best_key = plan, (True, float("inf"))
-    orders = list(list_orders(plan, seconds, message_s, has_estimate=has_estimate))
-    for by_device in orders:
+    # Messages of one micro-batch stand for all.
+    batch_size = plan.batch_size // plan.num_micro_batches
+    message_s = PlanReplay(
+        replace(plan, num_micro_batches=1, batch_size=batch_size), inputs
+    ).mean_message_s
+    for by_device in list_orders(plan, seconds, message_s, has_estimate=has_estimate):
         order: list[tuple[Action, ...]] = [()] * plan.num_ranks
         for actions in by_device:
             for rank in plan.devices[actions[0].stage]:
                 order[rank] = _add_sums(plan, actions)
         name = "estimate_order" if has_estimate else "order"
-        candidate = replace(plan, **{name: tuple(order)})  # type: ignore[arg-type]
-        if len(orders) == 1:
-            return candidate
-        peaks = find_peak_bytes(candidate, inputs)
-        exceeds = any(peak > limit for peak, limit in zip(peaks, inputs.memory_bytes, strict=True))
-        replay = PlanReplay(candidate, inputs, has_estimate=has_estimate)
-        makespan_s = replay.run(is_passes_only=True).makespan_s
-        # Later orders have more in flight, which must pay.
-        if (exceeds, makespan_s * (1 + _WORTH)) < best_key:
-            best, best_key = candidate, (exceeds, makespan_s)
-    return best
+        ordered = replace(plan, **{name: tuple(order)})  # type: ignore[arg-type]
+        peaks = find_peak_bytes(ordered, inputs)
+        if all(peak <= limit for peak, limit in zip(peaks, inputs.memory_bytes, strict=True)):
+            break
+    return ordered
 
 
 def _add_sums(plan: Plan, passes: Sequence[Action]) -> tuple[Action, ...]:
@@ -127,7 +121,7 @@ def _add_frozen(plan: Plan, inputs: PlanInputs, encoding: Encoding, *, has_estim
     rows = plan.batch_size // plan.num_groups
     components = inputs.list_frozen_costs(rows)
     # All groups run the same lists, so what fits into one fits into each.
-    groups = [_list_group(plan, group) for group in range(plan.num_groups)]
+    groups = [plan.list_group(group) for group in range(plan.num_groups)]
     names: list[Sequence] = [()] * len(groups[0])
     if encoding == "filled":
         timeline = PlanReplay(plan, inputs, has_estimate=has_estimate).run(is_passes_only=True)
@@ -165,15 +159,6 @@ def _add_frozen(plan: Plan, inputs: PlanInputs, encoding: Encoding, *, has_estim
     return replace(
         plan, order=tuple(order), owners={name: tuple(each) for name, each in owners.items()}
     )
-
-
-def _list_group(plan: Plan, group: int) -> list[int]:
-    """The ranks of a group, by device and replica."""
-    ranks: dict[int, None] = {}
-    for own in plan.devices:
-        count = len(own) // plan.num_groups
-        ranks |= dict.fromkeys(own[group * count : (group + 1) * count])
-    return list(ranks)
 
 
 def _cut_rows(

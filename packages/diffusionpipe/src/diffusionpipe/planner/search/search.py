@@ -30,7 +30,7 @@ __all__ = ["plan"]
 
 # Plans of each placement that are replayed, and the factor on the best estimate beyond which only
 # the best one of a placement is.
-_NUM_REPLAYED, _WORST_ESTIMATE = 3, 1.6
+_NUM_REPLAYED, _WORST_ESTIMATE = 3, 1.25
 
 
 def plan(
