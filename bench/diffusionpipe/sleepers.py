@@ -53,8 +53,8 @@ def make_profile(
         shared=(),
         differentiable=tuple(keys),
         feeds={"sample": fed, "target": ("z",)},
-        forward_s=((FORWARD_SHARE * pass_s / rows,),) * num_layers,
-        backward_s=(((1 - FORWARD_SHARE) * pass_s / rows,),) * num_layers,
+        forward_s=((FORWARD_SHARE * pass_s / rows, FORWARD_SHARE * pass_s),) * num_layers,
+        backward_s=(((1 - FORWARD_SHARE) * pass_s / rows, (1 - FORWARD_SHARE) * pass_s),) * num_layers,
         parameter_bytes=(1000,) * num_layers,
         gradient_bytes=(1000,) * num_layers,
         saved_bytes=(1000,) * num_layers,
@@ -62,7 +62,7 @@ def make_profile(
     )  # fmt: skip
     frozen_s = ratio * pass_s * num_layers * num_chains / rows
     return JobProfile(
-        sizes=(1,), chains=(chain,) * num_chains, frozen_s={"z": (frozen_s,)},
+        sizes=(1, rows), chains=(chain,) * num_chains, frozen_s={"z": (frozen_s, rows * frozen_s)},
         frozen_outputs={"z": ("z",)}, frozen_bytes={"z": 100}, frozen_parameter_bytes={"z": 0},
         step_s_per_byte=0.0, self_conditioning=self_conditioning, device="sleeps", num_ranks=1,
     )  # fmt: skip
@@ -97,15 +97,21 @@ def fill_as_published(plan: Plan, profile: JobProfile, batch_size: int) -> Plan:
     ).timeline  # fmt: skip
     order: list[list[Action]] = [[] for _ in range(plan.num_stages)]
     sample = 0
-    for index in timeline.order:
-        operation = timeline.graph.operations[index]
-        name: Any = operation.name
-        device = int(str(operation.queue).removeprefix("device "))
-        if name[0] == "frozen":
-            order[device].append(Action("encode", name="z", samples=(sample, sample + 1)))
+    for device, own in enumerate(order):
+        for index in timeline.order:
+            operation = timeline.graph.operations[index]
+            if operation.queue != f"device {device}":
+                continue
+            name: Any = operation.name
+            if name[0] != "frozen":
+                own.append(Action(*name))
+                continue
+            # Samples in a row are encoded one by one, but sent together.
+            first = sample
+            if own and own[-1].kind == "encode":
+                first = own.pop().samples[0]
             sample += 1
-        else:
-            order[device].append(Action(*name))
+            own.append(Action("encode", name="z", samples=(first, sample)))
     whole = tuple((*own, Action("step")) for own in order)
     return replace(plan, order=whole, predicted_s=timeline.makespan_s)
 
