@@ -39,9 +39,8 @@ class PlanReplay:
         self._order = plan.estimate_order if has_estimate else plan.order
         chains, components = inputs.profile.chains, inputs.profile.frozen_outputs
         self._groups = [plan.list_group(group) for group in range(plan.num_groups)]
-        messages = list_messages(plan, chains, components, self._order)
-        ranks = set(self._groups[0])
-        self.messages = tuple(each for each in messages if each.sender in ranks)
+        messages = list_messages(plan, chains, components, self._order, self._groups[0])
+        self.messages = tuple(messages)
         self._buckets = [self._cut_buckets(stage) for stage in range(len(plan.spans))]
         self._edges: dict[tuple[int, int], tuple[Link, str | tuple[str, str], int]] = {}
         self._pass_s: dict[tuple[str, int, int], list[float]] = {}

@@ -8,7 +8,7 @@ both use these functions, so that their bytes agree.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from diffusionpipe.planner.plan import Action, Kind, Order
@@ -157,16 +157,19 @@ def list_messages(
     chains: Sequence[Any],
     components: Mapping[str, Sequence[str]],
     order: Order,
+    senders: Collection[int] | None = None,
 ) -> Iterator[PlannedMessage]:
-    """Lists all messages of a step.
+    """Lists the messages of a step.
 
     Args:
         plan: plan.
         chains: of each backbone, its `reads`, `writes`, `feeds` and `differentiable` names.
         components: names of each frozen component's outputs.
         order: the plan's order, or that of a step with a self-conditioning pass.
+        senders: ranks whose messages are listed; all by default.
     """
     feeds = find_stage_feeds(plan, chains)
+    senders = range(plan.num_ranks) if senders is None else senders
     has_estimate = any(action.kind == "estimate" for actions in order for action in actions)
     for backbone, chain in enumerate(chains):
         own = plan.list_backbone(backbone)
@@ -174,16 +177,24 @@ def list_messages(
         routes = find_routes(chain.reads, chain.writes, spans, devices, first_stage=own[0])
         for source, target, keys in routes:
             back = tuple(key for key in keys if key in chain.differentiable)
-            yield from _match(plan, backbone, ("forward", source), ("forward", target), keys)
+            yield from _match(
+                plan, senders, backbone, ("forward", source), ("forward", target), keys
+            )
             if back:
-                yield from _match(plan, backbone, ("backward", target), ("backward", source), back)
+                yield from _match(
+                    plan, senders, backbone, ("backward", target), ("backward", source), back
+                )
             if has_estimate:
-                yield from _match(plan, backbone, ("estimate", source), ("estimate", target), keys)
+                yield from _match(
+                    plan, senders, backbone, ("estimate", source), ("estimate", target), keys
+                )
         # The estimate goes from the last stage to the first on each device that needs it.
         readers = {plan.devices[v]: v for v in reversed(own) if _ESTIMATE in feeds[v]}
         for v in readers.values() if has_estimate else ():
-            yield from _match(plan, backbone, ("estimate", own[-1]), ("forward", v), ("output",))
-    yield from _list_frozen(plan, feeds, components, order)
+            yield from _match(
+                plan, senders, backbone, ("estimate", own[-1]), ("forward", v), ("output",)
+            )
+    yield from _list_frozen(plan, senders, feeds, components, order)
 
 
 def match_rows(
@@ -222,6 +233,7 @@ def join_ranges(ranges: Iterable[Rows]) -> list[Rows]:
 
 def _match(
     plan: Plan,
+    senders: Collection[int],
     backbone: int,
     sent_by: tuple[Kind, int],
     used_by: tuple[Kind, int],
@@ -231,13 +243,14 @@ def _match(
     for m in range(plan.num_micro_batches):
         ends = Action(*sent_by, m), Action(*used_by, m)
         for sender, receiver, rows in match_rows(plan, sent_by[1], used_by[1], m):
-            if sender != receiver:
+            if sender != receiver and sender in senders:
                 ranges = ((rows.start, rows.stop),)
                 yield PlannedMessage(*ends, sender, receiver, keys, ranges, backbone)
 
 
 def _list_frozen(
     plan: Plan,
+    senders: Collection[int],
     feeds: Sequence[tuple[str, ...]],
     components: Mapping[str, Sequence[str]],
     order: Order,
@@ -249,8 +262,8 @@ def _list_frozen(
         # A rank's stages have the same rows.
         rows = [plan.samples(stages[0], m, rank) for m in range(plan.num_micro_batches)]
         needed.append(join_ranges((each.start, each.stop) for each in rows))
-    for owner, actions in enumerate(order):
-        for action in actions:
+    for owner in senders:
+        for action in order[owner]:
             if action.kind != "encode":
                 continue
             first, stop = action.samples

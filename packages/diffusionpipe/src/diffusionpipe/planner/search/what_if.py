@@ -17,6 +17,8 @@ __all__ = ["find_changes"]
 
 # Factors on the rates of all links, the nearest first.
 _SLOWER, _FASTER = (1 / 2, 1 / 4, 1 / 10, 1 / 40), (2.0, 4.0, 10.0, 40.0)
+# Share by which another plan must be faster to be named.
+_CLEAR = 0.02
 # Plans with more messages than this are not replayed again.
 _MAX_MESSAGES = 1000
 
@@ -25,15 +27,15 @@ def find_changes(plans: Sequence[Plan], inputs: PlanInputs) -> Iterator[str]:
     """Finds the nearest network, and the cache, with which another plan would be the fastest.
 
     Args:
-        plans: plans that fit into memory, the fastest first.
+        plans: plans that fit into memory, the chosen one first.
         inputs: profile and cluster.
 
     Yields:
         Sentences.
     """
-    # The fastest of each placement; the winner comes first.
-    rivals = list({each.placement: each for each in reversed(plans)}.values())
-    rivals.sort(key=lambda each: each.predicted_s)
+    # The first of each placement; the winner comes first.
+    rivals = list({each.placement: each for each in reversed(plans)}.values())[::-1]
+    rivals.sort(key=lambda each: each is not plans[0])
     replays = [PlanReplay(each, inputs) for each in rivals]
     if sum(len(each.messages) for each in replays) > _MAX_MESSAGES:
         return
@@ -55,9 +57,9 @@ def find_changes(plans: Sequence[Plan], inputs: PlanInputs) -> Iterator[str]:
 
 
 def _name_winner(case: str, rivals: Sequence[Plan], seconds: Sequence[float]) -> Iterator[str]:
-    """Yields a sentence if another than the first is the fastest."""
+    """Yields a sentence if another than the first is clearly the fastest."""
     winner = seconds.index(min(seconds))
-    if winner:
+    if seconds[winner] < (1 - _CLEAR) * seconds[0]:
         name = name_stages(rivals[winner])
         times = f"{format_s(seconds[winner])} against {format_s(seconds[0])}"
         yield f"{case}, {name} would be the fastest: {times}."
