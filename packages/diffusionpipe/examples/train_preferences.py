@@ -37,7 +37,7 @@ def build(batch_size: int = 16) -> tuple[dp.Job, Iterator[dict[str, Any]]]:
     unet = build_unet((16, 32), text_dim=16, sample_size=8, in_channels=1, out_channels=1)
     reference = copy.deepcopy(unet).requires_grad_(False)
     labels = torch.nn.Embedding(10, 16).requires_grad_(False)
-    scheduler = DDPMScheduler()
+    scheduler: Any = DDPMScheduler()
 
     def make_inputs(batch: Mapping[str, Any], frozen: Mapping[str, Any], draw: Any) -> dict:
         pairs = batch["pairs"]  # [num_samples, 2, 1, 8, 8], the preferred image first

@@ -1,18 +1,25 @@
 """Text-to-image pipelines of diffusers from small configurations, with MiniLM's tokenizer."""
 
 from functools import cache
+from tempfile import TemporaryDirectory
 
 import torch
 from small_models import randomize, text_unet
 
-from diffusionpipe.data import build_vae, load_minilm
+from diffusionpipe.data import build_vae, open_wheel
 
 _VOCABULARY = 30522
 
 
 @cache
 def _tokenizer():
-    return load_minilm()[1]
+    """MiniLM's, without its weights."""
+    from transformers import BertTokenizer
+
+    with TemporaryDirectory() as folder, open_wheel() as archive:
+        names = archive.namelist()
+        archive.extractall(folder, [name for name in names if not name.endswith(".safetensors")])
+        return BertTokenizer.from_pretrained(folder, model_max_length=16)
 
 
 def _clip(*, has_projection=False, hidden=16):

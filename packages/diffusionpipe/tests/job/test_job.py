@@ -121,6 +121,26 @@ def test_a_target_of_velocity_needs_latents():
     assert feeds["target"] == ("z",)
 
 
+def test_outputs_that_only_a_change_of_form_shows_are_traced():
+    """Normalised values, whole numbers and flags."""
+
+    def inputs(batch, frozen, draw):
+        scaled = frozen["z"] / frozen["z"].norm(dim=1, keepdim=True)
+        return {
+            "sample": scaled + frozen["index"][:, None] * frozen["flag"][:, None],
+            "target": frozen["z"],
+        }
+
+    frozen = {
+        "z": lambda b: b["x"],
+        "index": lambda b: torch.arange(1, 3),
+        "flag": lambda b: torch.tensor([True, False]),
+    }
+    job = dp.Job(dp.chain([nn.Linear(3, 3)]), frozen, inputs, lambda o, t: (o - t).mean(1))
+    feeds = {"sample": ("z", "index", "flag"), "target": ("z",)}
+    assert job.feeds({"x": torch.randn(2, 3)}) == (feeds,)
+
+
 def test_self_conditioning_runs_twice_in_its_share_of_steps():
     encoders, unet = _Encoders(torch.float64), text_unet(in_channels=8).double()
     job, batch = _job(unet, encoders, self_conditioning=0.5), _batch(dtype=torch.float64)
@@ -272,6 +292,9 @@ def test_descriptions_tell_jobs_apart():
     assert first == json.loads(_job(text_unet(), encoders).describe())
     assert first != json.loads(_job(text_unet(channels=(8, 8)), encoders).describe())
     assert first["components"] == {"z": ["z"], "h": ["h"]}
+    partly = text_unet()
+    partly.conv_in.requires_grad_(False)
+    assert first != json.loads(_job(partly, encoders).describe())
 
 
 def test_a_plain_jobs_export_is_its_backbones_folder(tmp_path):

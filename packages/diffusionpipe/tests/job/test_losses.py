@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -61,6 +63,7 @@ def test_distributions_become_latents_by_the_samples_draws():
 
     torch.manual_seed(0)
     parameters = torch.randn(5, 8, 3, 3)
+    parameters[0, 4:] = 30.0  # a logarithm of variances beyond those that diffusers takes
     drawn = sample_latents(parameters, 4, DRAW)
     theirs = DiagonalGaussianDistribution(parameters)
     noise = DRAW.normal((4, 3, 3), "latents")
@@ -91,6 +94,27 @@ def test_nested_arguments_and_functions_find_their_values(frozen):
         ConfigError, match=r"expected 'labels' among the frozen outputs \(z, text\)"
     ):
         inputs({"x": torch.zeros(5)}, frozen, DRAW)
+
+
+def test_arguments_get_the_backbones_type_and_whole_numbers_keep_theirs(frozen):
+    from diffusers import DDPMScheduler
+
+    inputs, _ = dp.losses.epsilon(
+        DDPMScheduler(), latents="z", text="text.states", class_labels="labels"
+    )
+    made = replace(inputs, dtype=torch.bfloat16)({"labels": torch.arange(5)}, frozen, DRAW)
+    assert made["sample"].dtype == made["encoder_hidden_states"].dtype == torch.bfloat16
+    assert made["class_labels"].dtype == made["timestep"].dtype == torch.int64
+    assert made["target"].dtype == torch.float64
+
+
+def test_an_estimate_passes_no_gradient(frozen):
+    from diffusers import DDPMScheduler
+
+    inputs, _ = dp.losses.epsilon(DDPMScheduler(), latents="z")
+    estimate = torch.zeros_like(frozen["z"]).requires_grad_()
+    made = replace(inputs, has_estimate=True)({}, {**frozen, "estimate": estimate}, DRAW)
+    assert not made["sample"].requires_grad
 
 
 @pytest.mark.parametrize("prediction", ["epsilon", "velocity", "flow"])

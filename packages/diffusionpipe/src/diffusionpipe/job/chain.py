@@ -37,6 +37,9 @@ class Chain:
         shared: keys that many layers read, as a time embedding: neither hidden state nor skip.
         inputs: keys that no layer writes, in the order in which they are read: the model's keyword
             arguments, nested ones as "added_cond_kwargs.text_embeds".
+
+    Raises:
+        ConfigError: a key is written twice, or no layer writes "output".
     """
 
     model: nn.Module
