@@ -307,3 +307,24 @@ def make_job_of(layers):
         return {"sample": frozen["z"], "target": frozen["text"]}
 
     return Job(chain(layers), {"z": encode_pixels, "text": encode_ids}, inputs, square)
+
+
+def train_unused():
+    """Whether weights changed whose value the next stage reads without a gradient; and others'."""
+    torch.manual_seed(0)
+    used, unused, last = (nn.Linear(6, 6).double() for _ in range(3))
+    layers = [
+        Layer("a", lambda s: {"h": used(s["sample"]), "x": unused(s["sample"])}, ("sample",), ("h", "x"), (used, unused)),
+        Layer("b", lambda s: {OUTPUT: last(s["h"] + s["x"].detach())}, ("h", "x"), (OUTPUT,), (last,)),
+    ]  # fmt: skip
+    before = [linear.weight.detach().clone() for linear in (used, unused)]
+    plan = replace(make_plan("chain", [[0], [1]], 2), spans=((0, 1), (1, 2)))
+    list(Engine(make_job_of(layers), plan, make_sgd).steps(make_batches(2)))
+    return [
+        not torch.equal(*pair) for pair in zip(before, (used.weight, unused.weight), strict=True)
+    ]
+
+
+def test_a_value_that_changes_no_loss_gets_a_gradient_of_zero(pair):
+    first, _ = pair.run(train_unused).results
+    assert first == [True, False]

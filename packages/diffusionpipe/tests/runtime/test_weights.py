@@ -108,6 +108,8 @@ def list_weights(name):
     engine = Engine(make_job(), PLANS[name](), make_sgd)
     list(engine.steps(make_batches(1)))
     weights = engine.job.trained
+    freed = [weight for weight in weights.values() if is_freed(weight)]
+    assert all(weight.isnan().all() for weight in freed), "a use of them would be noticed"
     return engine.plan.stages_of(engine.rank), [n for n, w in weights.items() if not is_freed(w)]
 
 

@@ -38,6 +38,9 @@ class _Queued(NamedTuple):
     deadline: int
 
 
+_Layout = tuple[list[int], dict[tuple[int, str], deque[_Queued]], list[ValueMessage]]
+
+
 class _Incoming(NamedTuple):
     pending: PendingRounds
     buffer: Tensor
@@ -77,6 +80,9 @@ class Links:
                 self._groups[pair[1] if self.rank == pair[0] else pair[0]] = group
         self.sent_bytes: Counter[int] = Counter()
         self._sent_before: Counter[int] = Counter()
+        # By program, which lives as long, and numbers of rows.
+        self._programs = list(programs)
+        self._layouts: dict[tuple[int, int | None, int | None], _Layout] = {}
         self._receiving: list[int] = []
         self._rows: dict[str, int | None] = {}
         self._queues: dict[tuple[int, str], deque[_Queued]] = {}
@@ -101,26 +107,13 @@ class Links:
         self._rows = {"values": num_rows, "gradients": num_rows, "frozen": num_next_rows}
         self._incoming, self._window = {}, -1
         self._sent_before = self._read_sent_bytes()
-        self._receiving = [i for i, one in enumerate(program.instructions) if one.receives]
-        expected = []
-        queues: dict[tuple[int, str], deque[_Queued]] = {}
-        # From the last to the first, as a message is needed for those behind it in its lane.
-        for message in reversed(program.messages):
-            if not self.count_rows(message):
-                continue
-            is_sent = message.sender == self.rank
-            peer = message.receiver if is_sent else message.sender
-            # Over NCCL the lanes of a pair are one communicator, and so one order.
-            lane = "" if self._groups[peer].backend == "nccl" else name_lane(message)
-            queue = queues.setdefault((peer, lane), deque())
-            needed_at = message.sent_by if is_sent else message.used_by
-            deadline = min(needed_at, queue[0].deadline) if queue else needed_at
-            queue.appendleft(_Queued(message, deadline))
-            if message.kind == "frozen" and not is_sent:
-                expected.append(message)
-        self._queues = queues
+        key = id(program), num_rows, num_next_rows
+        if key not in self._layouts:
+            self._layouts[key] = self._lay_out(program)
+        self._receiving, queues, expected = self._layouts[key]
+        self._queues = {lane: deque(queued) for lane, queued in queues.items()}
         self._post()
-        return expected[::-1]
+        return expected
 
     def cut_ranges(self, message: ValueMessage) -> list[Rows]:
         """Rows of this step's batch that a message carries, without empty ranges."""
@@ -194,6 +187,27 @@ class Links:
             pending.wait_all()
         self._sending = []
         self.sent_bytes += self._read_sent_bytes() - self._sent_before
+
+    def _lay_out(self, program: Program) -> _Layout:
+        """Where receives stand, each lane's messages, and frozen outputs to come, for a batch's rows."""
+        receiving = [i for i, one in enumerate(program.instructions) if one.receives]
+        expected: list[ValueMessage] = []
+        queues: dict[tuple[int, str], deque[_Queued]] = {}
+        # From the last to the first, as a message is needed for those behind it in its lane.
+        for message in reversed(program.messages):
+            if not self.count_rows(message):
+                continue
+            is_sent = message.sender == self.rank
+            peer = message.receiver if is_sent else message.sender
+            # Over NCCL the lanes of a pair are one communicator, and so one order.
+            lane = "" if self._groups[peer].backend == "nccl" else name_lane(message)
+            queue = queues.setdefault((peer, lane), deque())
+            needed_at = message.sent_by if is_sent else message.used_by
+            deadline = min(needed_at, queue[0].deadline) if queue else needed_at
+            queue.appendleft(_Queued(message, deadline))
+            if message.kind == "frozen" and not is_sent:
+                expected.append(message)
+        return receiving, queues, expected[::-1]
 
     def _read_sent_bytes(self) -> Counter[int]:
         """Bytes by rank that this process sent in messages, of other engines too."""

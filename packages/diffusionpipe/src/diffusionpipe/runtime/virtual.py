@@ -31,6 +31,9 @@ from shared.comms.collectives import Reduction, start_all_reduce
 
 __all__ = ["VirtualCompute", "run_virtual"]
 
+_MOST_OVERSLEPT_S = 1e-3
+"""Timers are late by a tenth of this; what is longer is a machine that is busy."""
+
 Rows = tuple[int, int]
 
 
@@ -96,6 +99,7 @@ class VirtualCompute:
         self._profile, self._stages, self._groups = profile, stages, groups
         self._bucket_bytes = plan.bucket_bytes
         self._reductions: list[Reduction] = []
+        self._overslept_s = 0.0
         self._step_s = profile.step_s_per_byte * sum(
             count
             for stage in held
@@ -120,7 +124,7 @@ class VirtualCompute:
         flow, num_rows = self._stages[stage], samples[1] - samples[0]
         chain = self._profile.chains[flow.backbone]
         rows = chain.forward_s[flow.first : flow.stop]
-        sleep_until(time.perf_counter() + sum(self._profile.seconds(row, num_rows) for row in rows))
+        self._sleep(sum(self._profile.seconds(row, num_rows) for row in rows))
         return {key: make_value(num_rows, chain.value_bytes[key]) for key in flow.exports}
 
     def estimate(
@@ -147,16 +151,16 @@ class VirtualCompute:
         flow, num_rows = self._stages[stage], samples[1] - samples[0]
         chain = self._profile.chains[flow.backbone]
         group = self._groups.get(stage) if is_final else None
-        until_s, unsummed_bytes = time.perf_counter(), 0
+        seconds, unsummed_bytes = 0.0, 0
         for layer in reversed(range(flow.first, flow.stop)):
-            until_s += self._profile.seconds(chain.backward_s[layer], num_rows)
+            seconds += self._profile.seconds(chain.backward_s[layer], num_rows)
             unsummed_bytes += chain.gradient_bytes[layer]
             is_full = unsummed_bytes >= self._bucket_bytes or layer == flow.first
             if group is not None and is_full and unsummed_bytes:
-                sleep_until(until_s)
+                self._sleep(seconds)
                 self._start_sum(stage, group, unsummed_bytes)
-                unsummed_bytes = 0
-        sleep_until(until_s)
+                seconds, unsummed_bytes = 0.0, 0
+        self._sleep(seconds)
         keys = set(flow.imports) & set(chain.differentiable)
         return {key: make_value(num_rows, chain.value_bytes[key]) for key in keys}
 
@@ -167,7 +171,7 @@ class VirtualCompute:
         """Sleeps as long as a frozen component would run."""
         num_rows = samples[1] - samples[0]
         seconds = self._profile.seconds(self._profile.frozen_s[component], num_rows)
-        sleep_until(time.perf_counter() + seconds)
+        self._sleep(seconds)
         names = self._profile.frozen_outputs[component]
         return {name: make_value(num_rows, self._profile.frozen_bytes[name]) for name in names}
 
@@ -183,7 +187,13 @@ class VirtualCompute:
 
     def update(self) -> None:
         """Sleeps as long as an optimizer's step would take."""
-        sleep_until(time.perf_counter() + self._step_s)
+        self._sleep(self._step_s)
+
+    def _sleep(self, seconds: float) -> None:
+        """Sleeps; by how much a sleep was too long, but for stalls, the next one is shorter."""
+        until_s = time.perf_counter() + seconds - self._overslept_s
+        sleep_until(until_s)
+        self._overslept_s = min(time.perf_counter() - until_s, _MOST_OVERSLEPT_S)
 
     def _start_sum(self, stage: int, group: Group, num_bytes: int) -> None:
         flat = torch.zeros(max(num_bytes // 4, 1))
