@@ -150,7 +150,7 @@ MISTAKES: dict[str, list[Mistake]] = {
             "build: expected module:function or file.py:function that",
         ),
         ("PROG profile --build nowhere.py:build", 1, "build: expected module:function or file.py"),
-        ("PROG profile --bulid jobs.py:use_batch_norm", 2, "Perhaps you meant"),
+        ("PROG profile --bulid jobs.py:use_batch_norm", 2, "Unrecognized options"),
         ("PROG profile --build jobs.py:hand_over_a_unet", 1, "pipeline: expected one of Stable"),
         (
             "PROG profile --build jobs.py:use_batch_norm",
@@ -181,7 +181,7 @@ MISTAKES: dict[str, list[Mistake]] = {
         (
             "PROG simulate --forward 1 1 --backward 2 --num-micro-batches 2",
             1,
-            "forward_s, backward_s: expected",
+            "expected forward_s and backward_s of the same stages",
         ),
     ],
     "qsync": [

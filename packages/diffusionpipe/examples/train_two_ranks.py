@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 train_two_ranks.py
     torchrun --nproc-per-node 2 train_two_ranks.py --placement folded --pipeline ./my-model
-    torchrun --nproc-per-node 2 train_two_ranks.py --cluster cluster.yaml --batch-size 64
+    torchrun --nproc-per-node 2 train_two_ranks.py --cluster my.yaml --batch-size 64
 
 Without torchrun one process trains alone. Put your images and captions in place of the digits.
 """

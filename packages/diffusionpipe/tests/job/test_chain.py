@@ -141,7 +141,10 @@ def _add_lora(model, targets):
     return model
 
 
-@pytest.mark.parametrize("family", ["text", "xl", "sd3", "flux"])
+@pytest.mark.parametrize(
+    "family",
+    ["text", "sd3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("xl", "flux"))],
+)
 def test_adapters_of_peft_train_alone(family):
     build, make_inputs = FAMILIES[family]
     model, inputs = _add_lora(build(), ["to_q", "to_k", "to_v", "to_out.0"]), make_inputs()
