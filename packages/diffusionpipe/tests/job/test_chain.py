@@ -199,6 +199,18 @@ def test_folded_cuts_count_what_does_not_reach_over_the_fold():
         chain.cuts("ring", x=x)
 
 
+def test_a_skip_that_begins_at_the_fold_stays_on_its_device():
+    layers = [
+        dp.Layer("a", lambda s: {"a": s["x"], "k": s["x"].repeat(1, 9)}, ("x",), ("a", "k"), ()),
+        dp.Layer("b", lambda s: {"b": s["a"] * 2}, ("a",), ("b",), ()),
+        dp.Layer("c", lambda s: {"c": s["b"] + s["k"][:, :2]}, ("b", "k"), ("c",), ()),
+        dp.Layer("d", lambda s: {"output": s["c"] + s["b"]}, ("c", "b"), ("output",), ()),
+    ]
+    x = torch.zeros(3, 2)
+    assert [cut.skip_bytes for cut in dp.chain(layers).cuts(x=x)] == [0, 9 * x.nbytes, x.nbytes]
+    assert [cut.skip_bytes for cut in dp.chain(layers).cuts("folded", x=x)] == [0, 0, 0]
+
+
 def test_the_first_layer_that_differs_is_named(monkeypatch):
     model, inputs = text_unet(), text_unet_inputs()
     chain = dp.chain(model)
