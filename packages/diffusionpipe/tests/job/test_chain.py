@@ -242,6 +242,16 @@ def test_a_forward_that_only_ends_differently_names_the_tail(monkeypatch):
         chain.check(**inputs)
 
 
+def test_a_forward_of_another_type_is_refused(monkeypatch):
+    model, inputs = text_unet(), text_unet_inputs()
+    forward = type(model).forward
+    monkeypatch.setattr(
+        type(model), "forward", lambda self, *a, **k: (forward(self, *a, **k).sample.double(),)
+    )
+    with pytest.raises(ConfigError, match="layer tail: expected the output of"):
+        dp.chain(model).check(**inputs)
+
+
 def test_a_configuration_that_no_adapter_knows_is_refused_by_comparison():
     chain = dp.chain(image_unet(time_embedding_type="fourier"))
     with pytest.raises(ConfigError, match="layer tail: expected the output of UNet2DModel's own"):
