@@ -292,6 +292,7 @@ def test_descriptions_tell_jobs_apart():
     assert first == json.loads(_job(text_unet(), encoders).describe())
     assert first != json.loads(_job(text_unet(channels=(8, 8)), encoders).describe())
     assert first["components"] == {"z": ["z"], "h": ["h"]}
+    assert first != json.loads(_job(text_unet(text_dim=16), encoders).describe())
     partly = text_unet()
     partly.conv_in.requires_grad_(False)
     assert first != json.loads(_job(partly, encoders).describe())
