@@ -27,7 +27,7 @@ from shared.errors import MeshyardError
 
 if TYPE_CHECKING:
     from diffusionpipe.runtime.stages import StageCompute
-    from diffusionpipe.runtime.virtual import VirtualCompute
+    from diffusionpipe.runtime.stages.sleeper import VirtualCompute
 
 __all__ = ["Executor"]
 
