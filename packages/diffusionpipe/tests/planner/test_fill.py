@@ -49,6 +49,33 @@ def test_a_message_that_can_wait_lets_its_pass_wait():
     assert slots[0].latest_s == [4]
 
 
+def test_a_message_does_not_wait_into_the_next_one_of_its_link():
+    # Y needs A's message at 5 only, but from 2 on the link is busy with B's, for which X waits.
+    operations = (
+        ("A", "rank 0", 1), ("B", "rank 1", 2), ("send A", "out", 1, ["A"]),
+        ("send B", "out", 1, ["B"]), ("X", "rank 2", 2, ["send B"]), ("Y", "rank 2", 1, ["send A"]),
+    )  # fmt: skip
+    queues = {"rank 0": "given", "rank 1": "given", "rank 2": "given", "out": "readiness"}
+    timeline = Replay([Operation(*each) for each in operations], queues).run()
+    assert timeline.makespan_s == 6
+    assert [each.latest_s for each in find_slots(timeline, ["rank 0", "rank 1"])] == [[0], [0]]
+
+
+def test_a_pass_moves_only_as_far_as_later_insertions_let_it():
+    # Between A's end and B's latest start 1.5 of 4 s are taken: A may start at 1.5 instead of 1.
+    slots = DeviceSlots("AB", [1.0, 4.0], [1.0, 1.0], [3.0, 4.0], 5.0, [0.0, 1.5, 0.0])
+    offered = []
+    slots.walk(lambda position, available_s: offered.append((position, available_s)) or 0.0)
+    assert offered == [(0, 1.5), (1, 0.5), (2, 0)]
+
+
+def test_samples_are_shared_by_largest_remainders():
+    # Room for 3 and 4 samples: 5 x 3 / 7 is 2 and 1 / 7, 5 x 4 / 7 is 2 and 6 / 7.
+    slots = [DeviceSlots("A", [each], [1.0], [each], each + 1) for each in (3.0, 4.0)]
+    insertions = fill_idle(slots, [FrozenCost("vae", [0.0, 1.0])], 5)
+    assert [(each.device, each.count) for each in insertions] == [(0, 2), (1, 3)]
+
+
 def test_work_is_inserted_before_the_pass_that_waits():
     slots = DeviceSlots("AB", [1.0, 4.0], [1.0, 1.0], [1.0, 4.0], 6.0)
     cost = FrozenCost("vae", [0.0, 0.5, 1.0])

@@ -35,6 +35,24 @@ def test_peaks_are_those_by_hand(make_profile):
     assert second == 3 * 4 * 1000 + 3 * 10 * 2 * 1 + 2 * 8 * 500
 
 
+def test_a_stage_whose_micro_batches_in_flight_do_not_fit_is_not_used():
+    # Two equal layers a stage are fastest, but the first stage keeps two micro-batches of 10 bytes;
+    # one layer keeps two of 5, and the three others one of 15.
+    tables = StageTables(
+        time_s=sum_spans([1.0] * 4)[..., None] * np.ones(2),
+        backward_s=np.zeros((5, 5, 2)),
+        sync_s=np.zeros((5, 5, 2)),
+        cut_s=np.zeros(5),
+        fixed_bytes=np.zeros((5, 5)),
+        flight_bytes=sum_spans([5.0] * 4)[..., None] * np.ones(2),
+        limit_bytes=15.0,
+    )
+    result = solve_stages(tables, 2, 2, 2)
+    assert result is not None
+    assert result.stages == [(0, 1), (1, 4)]
+    assert solve_stages(tables._replace(limit_bytes=20.0), 2, 2, 2).stages == [(0, 2), (2, 4)]
+
+
 numbers = st.integers(0, 9).map(float)
 
 

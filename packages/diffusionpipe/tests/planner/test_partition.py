@@ -191,6 +191,19 @@ def test_bidirectional_equals_brute_force(first, second, data):
         assert all(a < b for a, b in ends)
 
 
+@pytest.mark.parametrize(
+    ("cuts", "stages"), [([50, 0], [(0, 2), (2, 3)]), ([0, 50], [(0, 1), (1, 3)])]
+)
+def test_a_slow_cut_of_either_chain_is_not_used(cuts, stages):
+    # Either cut of a chain gives three of the six equal layers a device; one of them takes 50 s.
+    slow, fast = ([1] * 3, [2] * 3, cuts), ([1] * 3, [2] * 3, [0, 0])
+    options = {"num_stages": 2, "num_micro_batches": 1}
+    down = partition_bidirectional(slow, fast, **options)
+    assert (list(down.down), down.period_s) == (stages, 9)
+    up = partition_bidirectional(fast, slow, **options)
+    assert (list(up.up), up.period_s) == (stages, 9)
+
+
 def test_bidirectional_refuses_short_chains():
     with pytest.raises(ConfigError, match=r"num_stages: expected 1 to 2"):
         partition_bidirectional(

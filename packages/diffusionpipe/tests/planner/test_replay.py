@@ -41,6 +41,7 @@ def test_bytes_are_those_of_the_runtimes_messages(make_profile, placement, ranks
             edge = message.sender, message.receiver
             sent[edge] = sent.get(edge, 0) + rows * sum(table[key] for key in message.keys)
     assert sent == dict(chosen.edges)
+    assert all(sender != receiver for sender, receiver in sent)
 
 
 def test_a_chain_without_links_takes_its_closed_form(make_profile):
@@ -69,6 +70,8 @@ def test_a_sum_starts_inside_the_last_backward_pass(make_profile):
     assert sums[0][0] == pytest.approx(2 * 4 * 0.01 + 2 * 0.02)
     assert all(stop - start == pytest.approx(0.4, rel=0.01) for start, stop in sums)
     assert all(a[1] <= b[0] + 1e-9 for a, b in itertools.pairwise(sums))
+    # No rank updates its weights before the last sum is complete.
+    assert timeline.span_s(("agreement",))[0] == sums[-1][1]
 
 
 def test_frozen_work_hides_under_a_sum(make_profile):
@@ -83,7 +86,7 @@ def test_frozen_work_hides_under_a_sum(make_profile):
 
 def test_copies_of_a_pipeline_share_their_hosts_link(make_profile):
     # Two copies of two stages: each stage's ranks are one host, and their messages share its link.
-    profile = make_profile(8, frozen_s=0.0, hidden_bytes=500_000, gradient_bytes=0)
+    profile = make_profile(8, frozen_s=0.0, hidden_bytes=5_000_000, gradient_bytes=0)
     options = {"num_stages": 2, "num_micro_batches": 4, "placement": "chain"}
     alone = plan(None, profile, make_cluster(2), batch_size=16, **options)
     network = Link.from_rate(100 * Mbps, alpha_s=1e-4)
@@ -95,10 +98,11 @@ def test_copies_of_a_pipeline_share_their_hosts_link(make_profile):
     order = [twice.order[rank] for rank in (0, 0, 1, 1)]
     across = replace(twice, devices=((0, 1), (2, 3)), order=tuple(order))
     across_s = PlanReplay(across, PlanInputs(profile, both)).run().makespan_s
-    # The link is the bottleneck: 4 + 4 messages of 4 x 0.5 MB in each direction and 12.5 MB/s.
-    message_s = 4 * 500_000 / 12.5e6
+    # The link is the bottleneck: 4 + 4 messages of 4 x 5 MB in each direction and 12.5 MB/s.
+    message_s = 4 * 5_000_000 / 12.5e6
     assert alone.predicted_s > 4 * message_s
-    assert 8 * message_s < across_s < 2.1 * alone.predicted_s
+    assert 8 * message_s < across_s
+    assert 1.7 * alone.predicted_s < across_s < 2.1 * alone.predicted_s
     assert twice.predicted_s < alone.predicted_s
 
 

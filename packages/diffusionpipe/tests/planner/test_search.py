@@ -10,6 +10,7 @@ from diffusionpipe.planner.costs import PlanInputs
 from diffusionpipe.planner.plan import Action
 from diffusionpipe.planner.replay import PlanReplay
 from diffusionpipe.planner.schedule import order_1f1b
+from diffusionpipe.planner.search.candidates import Constraints, list_sketches
 from shared.errors import ConfigError
 from shared.topology import Cluster, Link
 from shared.topology.device import CPU
@@ -128,6 +129,25 @@ def test_memory_is_a_hard_bound(make_profile):
     tiny = replace(CPU, memory_bytes=1_000_000_000)
     with pytest.raises(ConfigError, match=r"plan: expected a plan within 954 MiB a device, got"):
         plan(None, profile, make_cluster(2, device=tiny), batch_size=16)
+
+
+def test_each_device_must_fit(make_profile):
+    # Three layers of 400 MB with moments: two on the outer device of a folded chain, one on the inner.
+    profile = make_profile(3, gradient_bytes=100_000_000, frozen_s=0.0)
+    small = replace(CPU, memory_bytes=600_000_000)
+    with pytest.raises(ConfigError, match=r"within 572 MiB a device, got 763 MiB"):
+        plan(
+            None, profile, make_cluster(2, device=small), batch_size=8, num_stages=2,
+            placement="folded",
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(("placement", "ramp"), [("chain", 1), ("folded", 1 / 2)])
+def test_estimates_of_stages_without_links_are_closed_forms(make_profile, placement, ramp):
+    inputs = PlanInputs(make_profile(8, frozen_s=0.0), make_cluster(2, rate=1000 * Gbps))
+    (sketch,) = list_sketches(inputs, Constraints(16, 2, 4, placement))
+    # Four of eight equal layers a device, four samples a micro-batch.
+    assert sketch.predicted_s == pytest.approx((4 + ramp) * 4 * 4 * 0.03)
 
 
 def test_a_chosen_plan_is_saved_and_read(make_profile, tmp_path):
@@ -264,6 +284,19 @@ def test_slow_links_keep_more_in_flight(make_profile):
     inputs = PlanInputs(profile, make_cluster(2))
     slower = PlanReplay(plain, inputs).run().makespan_s
     assert chosen.predicted_s < 0.95 * slower
+
+
+def test_few_are_in_flight_where_more_do_not_fit(make_profile):
+    # Two layers of 4 MB, and 20 MB for each micro-batch in flight: 48 MB for two, 68 MB for three.
+    profile = make_profile(4, hidden_bytes=500_000, frozen_s=0.0, saved_bytes=10_000_000)
+    options = {"batch_size": 8, "num_stages": 2, "num_micro_batches": 8, "placement": "chain"}
+    firsts = []
+    for limit_bytes in (55_000_000, 1_000_000_000):
+        cluster = make_cluster(2, device=replace(CPU, memory_bytes=limit_bytes))
+        chosen = plan(None, profile, cluster, **options)
+        assert chosen.ranks[0].peak_bytes <= limit_bytes
+        firsts.append([each.kind for each in chosen.order[0]].index("backward"))
+    assert firsts[0] == 2 < firsts[1]
 
 
 def test_equal_estimates_are_decided_by_replays(make_profile):

@@ -158,16 +158,14 @@ class PlanReplay:
             hosts = sorted({cluster.host(rank).name for rank in ranks})
             queues = tuple(f"{host} {way}" for host in hosts for way in ("out", "in"))
             action = Action("backward", stage, plan.num_micro_batches - 1)
-            before: list[Hashable] = []
             for bucket, (num_bytes, _) in enumerate(self._buckets[stage]):
                 if num_bytes:
                     name = ("sum", stage, bucket)
                     own = [rank for rank in ranks if rank in self._groups[0]]
-                    after = [*((action, rank, bucket) for rank in own), *before]
+                    after = [(action, rank, bucket) for rank in own]
                     queue = queues if len(hosts) > 1 else f"sum of stage {stage}"
                     seconds = ring_all_reduce_s(link, num_bytes, len(ranks))
                     yield Operation(name, queue, seconds, after)
-                    before = [name]
 
     def _cut_buckets(self, stage: int) -> list[tuple[int, float]]:
         """Bytes of each bucket of a stage's gradients and its share of the backward time."""
