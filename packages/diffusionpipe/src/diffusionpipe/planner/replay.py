@@ -122,14 +122,15 @@ class PlanReplay:
                 needs[message.receiver, message.used_by].append(name)
         last: list[Hashable] = []
         for rank in self._groups[0]:
+            names: list[Hashable] = []
             for action in self._order[rank]:
                 if action.kind in ("sum", "step"):
                     continue
                 after = needs[rank, action]
                 for piece, seconds in enumerate(self._list_pieces_s(action, rank)):
-                    name = action, rank, piece
-                    yield Operation(name, f"rank {rank}", seconds, [] if piece else after)
-            last.append(name)
+                    names.append((action, rank, piece))
+                    yield Operation(names[-1], f"rank {rank}", seconds, [] if piece else after)
+            last.append(names[-1])
         sums = list(self._list_sums())
         yield from sums
         if not is_passes_only:

@@ -48,7 +48,9 @@ def list_orders(
             seconds[: plan.num_stages], seconds[plan.num_stages :], num_micro_batches
         )
     elif plan.placement == "data":
-        kinds: list[Kind] = ["estimate"] * has_estimate + ["forward", "backward"]
+        kinds: list[Kind] = ["forward", "backward"]
+        if has_estimate:
+            kinds.insert(0, "estimate")
         passes = [
             Action(kind, stage, m)
             for m in range(num_micro_batches)
@@ -67,9 +69,13 @@ def list_orders(
         stages = range(num_spans)
         last = 2 * plan.num_stages - 2 if plan.placement == "folded" else 2 * num_spans
         yield order_by_events(
-            [min(stage, last - stage) for stage in stages], *zip(*seconds, strict=True),
-            num_micro_batches, has_estimate=has_estimate, message_s=message_s,
-        )  # fmt: skip
+            [min(stage, last - stage) for stage in stages],
+            [forward_s for forward_s, _ in seconds],
+            [backward_s for _, backward_s in seconds],
+            num_micro_batches,
+            has_estimate=has_estimate,
+            message_s=message_s,
+        )
 
 
 def order_1f1b(num_stages: int, num_micro_batches: int, *, ahead: float = 0.0) -> Order:
@@ -110,9 +116,9 @@ def order_by_events(
     """
     devices = max(device_of) + 1
     stages = range(len(device_of))
-    kinds: list[Kind] = ["estimate"] * has_estimate + ["forward"]
+    kinds: list[Kind] = ["estimate", "forward"] if has_estimate else ["forward"]
     passes: list[tuple[Kind, int]] = [(kind, stage) for kind in kinds for stage in stages]
-    passes += [("backward", stage) for stage in reversed(stages)]
+    passes.extend(("backward", stage) for stage in reversed(stages))
     longest = min(num_micro_batches, (_MAX_WINDOW + has_estimate) * devices)
     timelines = [
         _replay_window(

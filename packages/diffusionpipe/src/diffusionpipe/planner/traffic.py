@@ -173,7 +173,7 @@ def list_messages(
     has_estimate = any(action.kind == "estimate" for actions in order for action in actions)
     for backbone, chain in enumerate(chains):
         own = plan.list_backbone(backbone)
-        spans, devices = ([table[v] for v in own] for table in (plan.spans, plan.devices))
+        spans, devices = [plan.spans[v] for v in own], [plan.devices[v] for v in own]
         routes = find_routes(chain.reads, chain.writes, spans, devices, first_stage=own[0])
         for source, target, keys in routes:
             back = tuple(key for key in keys if key in chain.differentiable)

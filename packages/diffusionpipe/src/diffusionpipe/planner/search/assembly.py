@@ -138,7 +138,9 @@ def _add_frozen(plan: Plan, inputs: PlanInputs, encoding: Encoding, *, has_estim
         insertions = encode_first(len(groups[0]), components, rows)
     max_rows = {each.name: each.max_rows for each in components}
     order = list(plan.estimate_order if has_estimate else plan.order)
-    owners = {name: [()] * plan.num_ranks for name in max_rows}
+    owners: dict[str, list[tuple[tuple[int, int], ...]]] = {
+        name: [()] * plan.num_ranks for name in max_rows
+    }
     for group, ranks in enumerate(groups):
         chunks = _cut_rows(insertions, group * rows, max_rows)
         for device, rank in enumerate(ranks):

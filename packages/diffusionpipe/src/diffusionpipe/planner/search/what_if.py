@@ -46,14 +46,17 @@ def find_changes(plans: Sequence[Plan], inputs: PlanInputs) -> Iterator[str]:
         for factor in factors:
             other = replace(inputs, cluster=_scale_network(inputs.cluster, factor))
             seconds = [PlanReplay(each, other).run().makespan_s for each in rivals]
-            change = (
-                f"{factor:.0f} times faster" if factor > 1 else f"{1 / factor:.0f} times slower"
-            )
-            if sentences := list(_name_winner(f"With links {change}", rivals, seconds)):
+            case = f"With links {_name_change(factor)}"
+            if sentences := list(_name_winner(case, rivals, seconds)):
                 yield from sentences
                 break
         else:
+            change = _name_change(factors[-1])
             yield f"With links up to {change}, the choice would be the same."
+
+
+def _name_change(factor: float) -> str:
+    return f"{factor:.0f} times faster" if factor > 1 else f"{1 / factor:.0f} times slower"
 
 
 def _name_winner(case: str, rivals: Sequence[Plan], seconds: Sequence[float]) -> Iterator[str]:
