@@ -17,7 +17,7 @@ def test_the_demo_reports_acceptable_claims_and_a_picture(tmp_path, capsys):
     assert demo.run(tmp_path, is_full=False)
     result = read_demo(tmp_path)
     assert faults(result) == []
-    assert len(result.claims) == 2
+    assert len(result.claims) == 3
     assert "<svg" in result.pictures()[0].read_text()
     assert capsys.readouterr().err.count("diffusionpipe: ") >= len(result.claims)
 
