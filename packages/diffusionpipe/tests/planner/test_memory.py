@@ -1,5 +1,6 @@
 """Memory as a bound: peaks of a plan by hand, and partitions within a limit against brute force."""
 
+import random
 from itertools import product
 
 import numpy as np
@@ -53,19 +54,28 @@ def test_a_stage_whose_micro_batches_in_flight_do_not_fit_is_not_used():
     assert solve_stages(tables._replace(limit_bytes=20.0), 2, 2, 2).stages == [(0, 2), (2, 4)]
 
 
-numbers = st.integers(0, 9).map(float)
-
-
 @settings(max_examples=150, deadline=None)
-@given(st.integers(1, 5), st.data())
-def test_partitions_within_memory_equal_brute_force(layers, data):
-    lists = st.lists(numbers, min_size=layers, max_size=layers)
-    time, back, sync, fixed, flight = (data.draw(lists) for _ in range(5))
-    num_stages = data.draw(st.integers(1, layers))
-    devices = data.draw(st.integers(num_stages, 6))
-    micro_batches, limit = data.draw(st.integers(1, 4)), data.draw(st.integers(0, 40)) + 0.55
+@given(st.integers(0, 2**32 - 1))
+def test_partitions_within_memory_equal_brute_force(seed):
+    source = random.Random(seed)
+    layers = source.randint(1, 5)
+    time, back, sync, fixed, flight = (
+        [float(source.randint(0, 9)) for _ in range(layers)] for _ in range(5)
+    )
+    num_stages, micro_batches = source.randint(1, layers), source.randint(1, 4)
+    devices = source.randint(num_stages, 6)
     # Not all numbers of replicas are allowed, as where they do not divide the rows.
-    allowed = {1, *data.draw(st.sets(st.integers(2, 6)))}
+    allowed = {1, *source.sample(range(2, 7), source.randint(0, 5))}
+
+    def find_peak(ends, counts):
+        return max(
+            sum(fixed[a:b]) + min(num_stages - stage, micro_batches) * sum(flight[a:b]) / r
+            for stage, ((a, b), r) in enumerate(zip(ends, counts, strict=True))
+        )
+
+    # One way, or about one, fits just so: then the limit often excludes the fastest.
+    ways = list(product(cut(layers, num_stages), share(devices, num_stages)))
+    limit = find_peak(*source.choice(ways)) - source.choice([0, 0, 2]) + 0.05
     replicas = np.arange(devices + 1)
     ratio = 1.0 / np.maximum(replicas, 1)
     time_s = sum_spans(np.add(time, back))[..., None] * ratio
@@ -80,12 +90,10 @@ def test_partitions_within_memory_equal_brute_force(layers, data):
         limit_bytes=limit,
     )
     best = np.inf
-    for ends, counts in product(cut(layers, num_stages), share(devices, num_stages)):
+    for ends, counts in ways:
         period = exposed = hidden = 0.0
-        fits = set(counts) <= allowed
-        for stage, ((a, b), r) in enumerate(zip(ends, counts, strict=True)):
-            flights = min(num_stages - stage, micro_batches)
-            fits &= sum(fixed[a:b]) + flights * sum(flight[a:b]) / r <= limit
+        fits = set(counts) <= allowed and find_peak(ends, counts) <= limit
+        for (a, b), r in zip(ends, counts, strict=True):
             period = max(period, (sum(time[a:b]) + sum(back[a:b])) / r)
             exposed = max(exposed, sum(sync[a:b]) * (r > 1) - hidden)
             hidden += sum(back[a:b]) / r
