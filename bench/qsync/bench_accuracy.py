@@ -44,7 +44,7 @@ PEERS = [
 SEEDS = 5
 STUDENT = 2.776
 """Of 95 % at four degrees of freedom."""
-STEPS, NUM_TESTS = {"MiniLM": 40, "ResNet-8": 120}, 360
+STEPS, NUM_TESTS = {"MiniLM": 25, "ResNet-8": 120}, 360
 RATES = {"MiniLM": 1e-4, "ResNet-8": 3e-3}
 SPEEDS, SHARE = {"int8": 0.35, "bf16": 0.5, "fp32": 1.0}, "0.75x"
 """Time of an operator over its float32 one, and the step that the plan is for."""
