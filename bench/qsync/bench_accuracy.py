@@ -44,8 +44,8 @@ PEERS = [
 SEEDS = 5
 STUDENT = 2.776
 """Of 95 % at four degrees of freedom."""
-STEPS, NUM_TESTS = {"MiniLM": 25, "ResNet-8": 120}, 360
-RATES = {"MiniLM": 1e-4, "ResNet-8": 3e-3}
+STEPS, NUM_TESTS = {"MiniLM": 40, "ResNet-8": 120}, 360
+RATES = {"MiniLM": 2e-4, "ResNet-8": 3e-3}
 SPEEDS, SHARE = {"int8": 0.35, "bf16": 0.5, "fp32": 1.0}, "0.75x"
 """Time of an operator over its float32 one, and the step that the plan is for."""
 WAYS = ("float32", "plan", "uniform bf16", "uniform int8", "reversed plan")
@@ -56,7 +56,7 @@ COMMAND = "hatch run bench qsync/accuracy"
 def load_samples(name):
     """Batches to train on and to test on."""
     if name == "MiniLM":
-        return load_bible_books(length=64, batch_size=8)
+        return load_bible_books(length=32, batch_size=8)
     return load_digit_images(32)
 
 
