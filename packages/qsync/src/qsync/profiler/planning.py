@@ -115,7 +115,6 @@ class Survey:
             precisions=self.precisions,
             operators=self.operators,
             buckets=self.buckets,
-            saved=self.profiles[0].saved,
             target_time=target_time,
             notes=self.notes,
         )
