@@ -211,7 +211,10 @@ def _gather(call: Callable[[], _Value]) -> list[_Value]:
 
 
 def _check_uncompiled(model: nn.Module) -> None:
-    if any(hasattr(each, "_orig_mod") or each._compiled_call_impl for each in model.modules()):
+    if any(
+        type(each).__name__ == "OptimizedModule" or each._compiled_call_impl
+        for each in model.modules()
+    ):
         raise ConfigError(
             "model: expected one that is not compiled, as its operators are timed one by one, got a "
             "compiled one; plan first, then `torch.compile(qsync.apply(model, plan))`"
