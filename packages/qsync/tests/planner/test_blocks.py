@@ -143,9 +143,7 @@ def test_memory_is_met_at_the_least_seconds():
         [Op("x0", "fixed", numel=100), *(Op(f"q{i}", "linear", ("x0",), 100) for i in range(3))]
     )
     mapper = build(graph)
-    tensors = [
-        SavedTensor(op=f"q{i}", source="x", numel=100, role="operand") for i in range(3)
-    ]
+    tensors = [SavedTensor(op=f"q{i}", source="x", numel=100, role="operand") for i in range(3)]
     assert count(mapper, tensors).total == 400
     with pytest.raises(Infeasible, match="got 312 B at the least, 12 B too much"):
         fit_memory(mapper, ALLOWED, count(mapper, tensors), 300)

@@ -159,7 +159,9 @@ def test_ranks_of_unlike_batches_are_planned_by_their_own_tensors():
     limited = replace(large, limit_bytes=8 * 500)
     plan = plan_for([costs(1.0), limited], 8, target_time="1x")
     assert not plan.ranks[0].lowered
-    used = sum({"fp32": 800, "bf16": 400, "int8": 204}[plan.precision(op.name, 1)] for op in graph.ops)
+    used = sum(
+        {"fp32": 800, "bf16": 400, "int8": 204}[plan.precision(op.name, 1)] for op in graph.ops
+    )
     assert used <= 8 * 500
 
 

@@ -143,7 +143,8 @@ def test_no_hook_stays_on_nodes_that_outlive_a_step(monkeypatch):
     model = nn.Linear(3, 2)
     nodes = [parameter.view_as(parameter).grad_fn for parameter in model.parameters()]
     time_precisions(model, [torch.randn(2, 3)], _sum, ["fp32"])
-    monkeypatch.setattr(step_timing._Marks, "add", lambda *_: pytest.fail("still watched"))
+    # Whoever still looks at the clock fails.
+    monkeypatch.setattr(step_timing, "time", None)
     _sum(model, torch.randn(2, 3)).backward()
     assert len(nodes) == 2
 

@@ -122,13 +122,8 @@ def fit_memory(
         forward_s, backward_s = list(mapper.forward_s), list(mapper.backward_s)
         parts = make(move)
         touched = [i for i in parts if isinstance(i, int)]
-        added_s = fsum(
-            seconds
-            for i in touched
-            for seconds in (
-                mapper.forward_s[i], -forward_s[i], mapper.backward_s[i], -backward_s[i]
-            )
-        )
+        sides = (mapper.forward_s, forward_s), (mapper.backward_s, backward_s)
+        added_s = fsum(part for now, old in sides for i in touched for part in (now[i], -old[i]))
         num_saved = bytes_before - saved.total
         for _ in moves[move][0]:
             mapper.undo()
