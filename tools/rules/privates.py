@@ -19,7 +19,6 @@ __all__ = ["FOREIGN", "Access", "find_private_accesses"]
 # of a variable is given where a class of ours has a private name of the same spelling.
 FOREIGN = {
     "._cdata": "torch.Storage: which storage it is, whether its memory is there or not",
-    "._compiled_call_impl": "whether a module was compiled in place",
     "._asdict": "namedtuple: its public methods begin with an underscore, as fields are the user's",
     "config._attn_implementation": "transformers: a model's attention, which has no other name",
     "._fields": "namedtuple",
