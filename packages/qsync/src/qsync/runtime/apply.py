@@ -1,23 +1,40 @@
 """Lowers a model's operators to the precisions of a plan."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
 
-from qsync.planner.plan import Plan
 from qsync.precisions import HIGHEST
 from qsync.runtime.modules import list_operators, set_precision
 from shared.comms.group import Group
 from shared.errors import ConfigError
 
-__all__ = ["apply", "check_weights", "find_plan"]
+__all__ = ["PrecisionPlan", "apply", "check_weights", "find_plan"]
 
 # A plan stays with its model when that is copied or pickled.
 _PLAN = "_qsync_plan"
 
 
-def apply(model: nn.Module, plan: Plan) -> nn.Module:
+@runtime_checkable
+class PrecisionPlan(Protocol):
+    """What `apply` asks of a plan."""
+
+    @property
+    def ranks(self) -> Sequence[Any]:
+        """One entry a rank, or one for all ranks."""
+        ...
+
+    def check_model(self, model: nn.Module) -> None:
+        """Refuses a model that the plan was not made for."""
+
+    def precision(self, name: str, rank: int = 0) -> str:
+        """Returns the precision of an operator on a rank."""
+        ...
+
+
+def apply(model: nn.Module, plan: PrecisionPlan) -> nn.Module:
     """Lowers a model's operators to this rank's precisions, in place.
 
     Parameters, their names, order and types stay. So do hooks, tied weights and frozen layers.
@@ -66,6 +83,6 @@ def check_weights(operators: Mapping[str, nn.Module]) -> None:
             )
 
 
-def find_plan(model: nn.Module) -> Plan | None:
+def find_plan(model: nn.Module) -> Any:
     """Returns the plan that was applied to a model, compiled or not; None if there was none."""
     return getattr(model, _PLAN, None)
