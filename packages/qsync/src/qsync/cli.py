@@ -156,7 +156,6 @@ class DiagnoseTraces(_TraceOptions):
     """Say who waits for whom and why, from torch.profiler traces of any DDP job.
 
     Examples:
-        torchrun --nproc-per-node 2 packages/qsync/examples/train_unequal_ranks.py --traces report/traces
         qsync diagnose report/traces/rank0.json.gz report/traces/rank1.json.gz
         qsync diagnose report/traces/rank0.json.gz report/traces/rank1.json.gz --advise
     """
