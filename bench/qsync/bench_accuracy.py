@@ -4,7 +4,8 @@ MiniLM learns to tell books of the Bible apart; ResNet-8 learns digits. Two rank
 in float32, rank 1, as a slow rank would, in the way that is measured. Ways of one seed begin with the same weights and
 see the same batches in the same order. The plan is for a device whose operators take the float32 seconds measured here
 times a factor of their precision, so that it does not depend on this machine's units; the control is the plan that lowers as many operators to the same precisions, beginning with those whose
-noise is largest. Differences are means over seeds with Student's 95 % interval.
+noise is largest. Differences are means over seeds with Student's 95 % interval. Two runs of MiniLM are not correct, as
+float32 itself learned too little to compare: 30 steps at a rate of 1e-4, and 40 at 5e-4. It is 2e-4 now.
 """
 
 import sys
@@ -45,7 +46,7 @@ SEEDS = 5
 STUDENT = 2.776
 """Of 95 % at four degrees of freedom."""
 STEPS, NUM_TESTS = {"MiniLM": 40, "ResNet-8": 120}, 360
-RATES = {"MiniLM": 1e-4, "ResNet-8": 3e-3}
+RATES = {"MiniLM": 2e-4, "ResNet-8": 3e-3}
 SPEEDS, SHARE = {"int8": 0.35, "bf16": 0.5, "fp32": 1.0}, "0.75x"
 """Time of an operator over its float32 one, and the step that the plan is for."""
 WAYS = ("float32", "plan", "uniform bf16", "uniform int8", "reversed plan")
@@ -56,7 +57,7 @@ COMMAND = "hatch run bench qsync/accuracy"
 def load_samples(name):
     """Batches to train on and to test on."""
     if name == "MiniLM":
-        return load_bible_books(length=64, batch_size=8)
+        return load_bible_books(length=32, batch_size=8)
     return load_digit_images(32)
 
 

@@ -187,7 +187,7 @@ MISTAKES: dict[str, list[Mistake]] = {
     "qsync": [
         ("PROG plan --build build", 1, "build: expected module:function or file.py:function, got"),
         ("PROG plan --build nowhere.py:build", 1, "build: expected a function 'nowhere.py:build'"),
-        ("PROG plan --bulid train.py:build", 2, "Perhaps you meant"),
+        ("PROG plan --bulid train.py:build", 2, "--build STR"),
         ("PROG diagnose", 1, "expected those of all ranks, at least two files, got none"),
         (
             "PROG diagnose rank0.json rank1.json",

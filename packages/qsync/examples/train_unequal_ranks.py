@@ -1,8 +1,8 @@
 """Fine-tunes MiniLM with DDP on ranks that are not equally fast: slow ones lower some operators.
 
     torchrun --nproc-per-node 2 train_unequal_ranks.py
-    torchrun --nproc-per-node 2 train_unequal_ranks.py --traces report/qsync/traces
-    qsync diagnose report/qsync/traces/rank*.json.gz
+    torchrun --nproc-per-node 2 train_unequal_ranks.py --traces report/traces
+    qsync diagnose report/traces/rank*.json.gz
 
 Without torchrun one rank trains alone. Put your model, batches and loss function in place of MiniLM's.
 """

@@ -114,3 +114,10 @@ def test_missing_wheels_are_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     with pytest.raises(ConfigError, match="digits need scikit-learn"):
         data.load_digit_images()
+
+
+@pytest.mark.parametrize("batch_size", [0, 5])
+def test_batches_larger_than_all_samples_are_refused(batch_size):
+    inputs = torch.arange(4)
+    with pytest.raises(ConfigError, match="batch_size: expected 1 to 4, the number of samples"):
+        next(iter(data.LabeledBatches(inputs, inputs, batch_size)))

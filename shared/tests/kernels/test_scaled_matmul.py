@@ -180,6 +180,14 @@ def test_one_scale_serves_strided_and_narrow_inputs():
     assert torch.equal(codes, (x.float() / scale[0]).round().to(torch.int8))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("zero", [0.0, -0.0])
+def test_one_scale_of_zeros_is_one(dtype, zero):
+    codes, scale = quantize_rows(torch.full((3, 5), zero), dtype, scales="tensor")
+    assert scale.tolist() == [1.0] * 3
+    assert not codes.float().any()
+
+
 def test_one_scale_may_be_expanded_and_codes_strided(form, monkeypatch):
     if form.name == "gpu":
         monkeypatch.setenv("MESHYARD_KERNELS", "triton")

@@ -18,9 +18,9 @@ __all__ = ["main"]
 _ABOUT = """Train on unequal devices together, giving up the least precision.
 
 Which operators of a training step must stay in float32 on this device, and which need not:
-  qsync plan --build train:build --target-time 0.8x
+  qsync plan --build packages/qsync/examples/lower_one_device.py:build --target-time 0.8x
 Who waits for whom in a job of several ranks, and why:
-  qsync diagnose report/rank0.json report/rank1.json --advise
+  qsync diagnose report/traces/rank0.json.gz report/traces/rank1.json.gz --advise
 
 Exit status: 0 done; 1 failed; 2 wrong usage.
 """
@@ -42,8 +42,8 @@ class MakePlan(_JobOptions):
     Under torchrun every rank is measured: slow ranks lower what they need to, so that nobody waits for them.
 
     Examples:
-        qsync plan --build train:build --target-time 0.8x
-        torchrun --nproc-per-node 2 -m qsync plan --build train:build --out plan.json
+        qsync plan --build packages/qsync/examples/lower_one_device.py:build --target-time 0.8x
+        torchrun --nproc-per-node 2 -m qsync plan --build packages/qsync/examples/lower_one_device.py:build
     """
 
     target_time: str | None = None
@@ -91,8 +91,8 @@ class ProfileModel(_JobOptions):
     """Measure each operator's forward and backward pass in each precision.
 
     Examples:
-        qsync profile --build train:build
-        qsync profile --build train:build --precisions fp32 bf16 --json
+        qsync profile --build packages/qsync/examples/lower_one_device.py:build
+        qsync profile --build packages/qsync/examples/lower_one_device.py:build --precisions fp32 bf16 --json
     """
 
     def execute(self) -> None:
@@ -128,8 +128,8 @@ class MeasureSensitivity(_JobOptions):
     """Estimate how much lowering each operator disturbs the gradient.
 
     Examples:
-        qsync sensitivity --build train:build
-        qsync sensitivity --build train:build --precisions bf16 int8 --json
+        qsync sensitivity --build packages/qsync/examples/lower_one_device.py:build
+        qsync sensitivity --build packages/qsync/examples/lower_one_device.py:build --precisions bf16 int8 --json
     """
 
     def execute(self) -> None:
@@ -156,8 +156,8 @@ class DiagnoseTraces(_TraceOptions):
     """Say who waits for whom and why, from torch.profiler traces of any DDP job.
 
     Examples:
-        qsync diagnose report/rank0.json report/rank1.json
-        qsync diagnose report/rank0.json report/rank1.json --advise
+        qsync diagnose report/traces/rank0.json.gz report/traces/rank1.json.gz
+        qsync diagnose report/traces/rank0.json.gz report/traces/rank1.json.gz --advise
     """
 
     advise: bool = False
@@ -198,8 +198,8 @@ class ReplayTraces(_TraceOptions):
     """Predict a traced job's step under changes that nobody has made yet.
 
     Examples:
-        qsync replay report/rank0.json report/rank1.json --link-speed 2
-        qsync replay report/rank0.json report/rank1.json --rank-speed 1=1.5 --out report/both.json
+        qsync replay report/traces/rank0.json.gz report/traces/rank1.json.gz --link-speed 2
+        qsync replay report/traces/rank0.json.gz report/traces/rank1.json.gz --rank-speed 1=1.5
     """
 
     link_speed: float = 1.0

@@ -1,4 +1,4 @@
-"""What commands are given: a model with its batches and its loss function, named on the command line."""
+"""Builds what commands work on: a model, its batches and its loss function, by a name on the command line."""
 
 from __future__ import annotations
 

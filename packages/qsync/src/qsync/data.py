@@ -39,7 +39,7 @@ _TEST_STRIDE = 5
 
 @dataclass(frozen=True, slots=True)
 class LabeledBatches:
-    """Samples with their classes, drawn in shuffled batches without end.
+    """Samples with their classes, drawn in shuffled batches without end; a rest is left out.
 
     Attributes:
         inputs: samples, the first dimension counts them.
@@ -54,6 +54,11 @@ class LabeledBatches:
     seed: int = 0
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        if not 0 < self.batch_size <= len(self.inputs):
+            raise ConfigError(
+                f"batch_size: expected 1 to {len(self.inputs)}, the number of samples, got "
+                f"{self.batch_size}; lower it"
+            )
         generator = torch.Generator().manual_seed(self.seed)
         while True:
             order = torch.randperm(len(self.inputs), generator=generator)

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from statistics import fmean, median
@@ -158,8 +157,9 @@ def train(size: Size) -> RankRecord:
     import torch
     from torch.nn.parallel import DistributedDataParallel
 
-    from qsync import DDP, Plan, apply, plan
+    from qsync import DDP, apply, plan
     from qsync.data import classify, load_bible_books, load_minilm
+    from qsync.profiler.gradients import measure_noises
     from shared.comms import Group
 
     torch.manual_seed(0)
@@ -176,9 +176,9 @@ def train(size: Size) -> RankRecord:
     plan_s = time.perf_counter() - started
 
     samples = iter(batches)
-    gradient = partial(_measure_gradient, model, next(samples))
-    exact, own = gradient(), gradient(chosen)
-    uniform = gradient(Plan.uniform(model, size.precisions[-1]))
+    own = dict(chosen.rank(Group.world().rank).lowered)
+    lowest = dict.fromkeys(chosen.operators, size.precisions[-1])
+    noise, uniform_noise = measure_noises(model, [next(samples)], classify, [own, lowest])
     ways: dict[str, nn.Module] = {
         "float32": DistributedDataParallel(deepcopy(model)),
         "planned": DDP(apply(model, chosen)),
@@ -186,8 +186,8 @@ def train(size: Size) -> RankRecord:
     return RankRecord(
         plan=chosen,
         plan_s=plan_s,
-        noise=_compare(own, exact),
-        uniform_noise=_compare(uniform, exact),
+        noise=noise,
+        uniform_noise=uniform_noise,
         **_take_turns(ways, [next(samples) for _ in range(size.num_turns + 1)]),
     )
 
@@ -311,23 +311,3 @@ def _take_turns(
                 record.busy_s.append(last_s - start_s + done_s - summed_s)
                 record.losses.append(loss.item())
     return records
-
-
-def _measure_gradient(
-    model: nn.Module, batch: tuple[Tensor, Tensor], plan: Plan | None = None
-) -> list[Tensor]:
-    """The gradient of a batch by a plan, in float32 if there is none; it leaves the model as it is."""
-    import torch
-
-    from qsync import apply
-    from qsync.data import classify
-
-    lowered = model if plan is None else apply(deepcopy(model), plan)
-    trained = [each for each in lowered.parameters() if each.requires_grad]
-    return list(torch.autograd.grad(classify(lowered, batch), trained))
-
-
-def _compare(gradient: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
-    """The squared relative error of a gradient."""
-    error = sum(float((a - b).square().sum()) for a, b in zip(gradient, exact, strict=True))
-    return error / sum(float(each.square().sum()) for each in exact)

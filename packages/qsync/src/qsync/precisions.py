@@ -63,8 +63,10 @@ def sort_precisions(names: Sequence[str]) -> list[str]:
     Raises:
         ConfigError: a name is unknown, or none is given.
     """
-    if not names:
-        raise ConfigError("precisions: expected at least one, got none; name one")
+    if isinstance(names, str) or not names:
+        raise ConfigError(
+            f"precisions: expected names such as ('fp32', 'bf16'), got {names!r}; list one at least"
+        )
     for name in names:
         check_precision(name)
     return [name for name in PRECISIONS if name in names]

@@ -57,10 +57,10 @@ def describe_advice(advices: Sequence[Advice]) -> str:
 
 
 def draw_waits(rows: Mapping[str, tuple[float, float]], title: str, path: Path) -> None:
-    """Draws a bar for each way of each rank's step: computing, then waiting.
+    """Draws a bar a row: seconds of computing, then of waiting.
 
     Args:
-        rows: seconds that it computes and waits, by what is written beside the bar.
+        rows: seconds of computing and of waiting, by the label of the bar.
         title: of the picture.
         path: SVG file to write.
     """

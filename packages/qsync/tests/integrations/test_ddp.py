@@ -259,6 +259,32 @@ def test_a_rank_that_does_not_come_is_named(pool):
     assert "handshake: expected rank 1 within 1 s" in text
 
 
+def _come_late():
+    """Rank 1 comes when rank 0 has given up; then both try again."""
+    group, world = distributed.new_group([0, 1]), Group.world()
+    board, rank = world.board("late"), distributed.get_rank()
+    before, world.timeout = world.timeout, timedelta(seconds=60 if rank else 0.5)
+    if rank:
+        board.wait(["given up"])
+    try:
+        qsync.DDP(_build(), process_group=group)
+    except CommError as error:
+        text = str(error)
+        board.set("given up", "")
+    else:
+        text = ""
+    world.timeout = before
+    ddp = qsync.DDP(_build(), process_group=group)
+    return text, sum(1 for _ in ddp.parameters())
+
+
+def test_a_handshake_that_one_rank_gave_up_fails_on_all_and_can_be_tried_again(pool):
+    first, second = pool.run(_come_late).results
+    assert "expected rank 1 within 0.5 s" in first[0]
+    assert "another had given up" in second[0]
+    assert first[1] == second[1] == 4
+
+
 def _train_alone():
     """Each rank is a world of its own, with one operator whose bias is frozen."""
     rank = distributed.get_rank()

@@ -1,12 +1,14 @@
 from itertools import product
+from math import sin
 
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 from planner_graphs import cast_s, chain, count_cost, graphs, kernel_s
 
 from qsync import CostMapper, Graph, Op
 from qsync.planner.blocks import Infeasible, choose_fastest, fit_memory, split_blocks
-from qsync.planner.memory import SavedTensor, count_saved_bytes
+from qsync.planner.memory import SavedBytes, SavedTensor
 
 ALLOWED = ["int8", "bf16", "fp32"]
 
@@ -70,12 +72,69 @@ def test_block_that_no_single_change_improves_is_enumerated():
     assert found_s == least_s
 
 
-def saved_by(graph, precision):
+def count(mapper, tensors):
+    def precision(name):
+        return mapper.precision(name) if name in mapper.graph.index else "fp32"
+
+    return SavedBytes(tensors, precision)
+
+
+def lower_naively(mapper, saved, limit_bytes):
+    """The definition: all moves are priced anew after each."""
+    graph = mapper.graph
+    reads = [[i for i in each if graph.ops[i].kind == "linear"] for each in graph.consumers]
+    sets = [[i] for i in graph.linears] + [each for each in reads if len(each) > 1]
+    names = [op.name for op in graph.ops]
+    while saved.total > limit_bytes:
+        offers = []
+        for move, (group, precision) in enumerate(product(sets, ALLOWED)):
+            before_s, before = mapper.total_s, saved.total
+            for i in group:
+                mapper.set(names[i], precision)
+            saved.update(names)
+            if saved.total < before:
+                ratio = (mapper.total_s - before_s) / (before - saved.total)
+                offers.append((round(ratio, 12), move, group, precision))
+            for _ in group:
+                mapper.undo()
+            saved.update(names)
+        if not offers:
+            return False
+        _, _, group, precision = min(offers)
+        for i in group:
+            mapper.set(names[i], precision)
+        saved.update(names)
+    return True
+
+
+@given(graph=graphs(max_ops=7), data=st.data())
+def test_moves_that_are_not_priced_anew_have_kept_their_prices(graph, data):
+    names = [op.name for op in graph.ops]
     tensors = [
-        SavedTensor(op=graph.ops[i].name, source="x", numel=100, role="operand")
+        SavedTensor(op=names[i], source=source, numel=data.draw(st.integers(1, 50)), role="operand")
         for i in graph.linears
+        for source in data.draw(st.sets(st.sampled_from([*names, "x", "y"]), max_size=2))
     ]
-    return count_saved_bytes(tensors, lambda name: "fp32" if name == "x" else precision(name))
+    # No two operators cost the same, so that rounding decides nothing.
+    fast, plain = (
+        CostMapper(
+            graph,
+            kernel_s=lambda op, p: kernel_s(op, p) * (1 + 0.1 * sin(graph.index[op.name])),
+            cast_s=cast_s,
+        )
+        for _ in range(2)
+    )
+    saved = count(fast, tensors)
+    limit = data.draw(st.floats(0.3, 1.0)) * saved.total
+    fits = lower_naively(plain, count(plain, tensors), limit)
+    try:
+        fit_memory(fast, ALLOWED, saved, limit)
+    except Infeasible:
+        assert not fits
+    else:
+        assert fits
+    assert [fast.precision(name) for name in names] == [plain.precision(name) for name in names]
+    assert saved.total == count(fast, tensors).total
 
 
 def test_memory_is_met_at_the_least_seconds():
@@ -84,12 +143,13 @@ def test_memory_is_met_at_the_least_seconds():
         [Op("x0", "fixed", numel=100), *(Op(f"q{i}", "linear", ("x0",), 100) for i in range(3))]
     )
     mapper = build(graph)
-    assert saved_by(graph, mapper.precision) == 400
+    tensors = [SavedTensor(op=f"q{i}", source="x", numel=100, role="operand") for i in range(3)]
+    assert count(mapper, tensors).total == 400
     with pytest.raises(Infeasible, match="got 312 B at the least, 12 B too much"):
-        fit_memory(mapper, ALLOWED, lambda: saved_by(graph, mapper.precision), 300)
+        fit_memory(mapper, ALLOWED, count(mapper, tensors), 300)
     mapper = build(graph)
-    fit_memory(mapper, ALLOWED, lambda: saved_by(graph, mapper.precision), 350)
+    fit_memory(mapper, ALLOWED, count(mapper, tensors), 350)
     assert {mapper.precision(f"q{i}") for i in range(3)} == {"int8"}
     mapper = build(graph)
-    fit_memory(mapper, ALLOWED, lambda: saved_by(graph, mapper.precision), 400)
+    fit_memory(mapper, ALLOWED, count(mapper, tensors), 400)
     assert {mapper.precision(f"q{i}") for i in range(3)} == {"fp32"}

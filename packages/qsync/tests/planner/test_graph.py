@@ -38,7 +38,7 @@ def test_cycle_is_spelled_out():
 
 
 def test_wrong_order_is_told_from_a_cycle():
-    with pytest.raises(DataError, match="'a' reads 'b', which is listed behind it"):
+    with pytest.raises(DataError, match="'a' reads 'b', which is listed after it"):
         Graph([Op("a", "linear", inputs=("b",)), Op("b", "linear")])
 
 

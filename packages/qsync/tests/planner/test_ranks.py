@@ -140,13 +140,29 @@ def test_denied_raises_say_what_more_time_would_give():
 def test_memory_limit_lowers_a_fast_rank_too():
     graph, _, _, operators = problem(8)
     saved = [SavedTensor(op=op.name, source=op.name, numel=100, role="operand") for op in graph.ops]
-    fast = costs(1.0, FLOAT32_ONLY, other_bytes=50, limit_bytes=50 + 8 * 250)
-    plan = plan_for([fast, costs(1.2)], 8, saved=saved)
+    fast = costs(1.0, FLOAT32_ONLY, saved=saved, other_bytes=50, limit_bytes=50 + 8 * 250)
+    plan = plan_for([fast, costs(1.2)], 8)
     used = sum({"fp32": 400, "bf16": 200, "int8": 104}[plan.precision(name)] for name in operators)
     assert used <= 8 * 250
     assert plan.ranks[0].lowered
     with pytest.raises(Infeasible, match="memory: expected precisions that fit"):
-        plan_for([replace(fast, limit_bytes=50 + 8 * 100), costs(1.2)], 8, saved=saved)
+        plan_for([replace(fast, limit_bytes=50 + 8 * 100), costs(1.2)], 8)
+
+
+def test_ranks_of_unlike_batches_are_planned_by_their_own_tensors():
+    """A rank with twice the batch casts twice the elements, and needs twice the memory."""
+    graph = chain(8, numel=40)
+    saved = [SavedTensor(op=op.name, source=op.name, numel=200, role="operand") for op in graph.ops]
+    large = costs(1.0, graph=graph, saved=saved)
+    seconds = [plan_for([each], 8).ranks[0].float32_s for each in (costs(1.0), large)]
+    assert seconds[1] == pytest.approx(2 * seconds[0])
+    limited = replace(large, limit_bytes=8 * 500)
+    plan = plan_for([costs(1.0), limited], 8, target_time="1x")
+    assert not plan.ranks[0].lowered
+    used = sum(
+        {"fp32": 800, "bf16": 400, "int8": 204}[plan.precision(op.name, 1)] for op in graph.ops
+    )
+    assert used <= 8 * 500
 
 
 @pytest.mark.parametrize("row", [{"bf16": 0.1}, {"bf16": 0.1, "int8": float("inf")}])

@@ -47,3 +47,11 @@ def test_buckets_hold_the_operators_of_their_parameters():
     assert buckets.ops == [("2",), ("0",)]
     sizes = [4 * (512 * 1024 + 512), 4 * (512 * 1024 + 2 * 1024)]
     assert buckets.transfer_s == pytest.approx([1 + 1e-6 * size for size in sizes])
+
+
+def test_a_tied_weight_is_ready_when_the_first_of_its_operators_has_run_backward():
+    table, head = torch.nn.Embedding(9, 6), torch.nn.Linear(6, 9, bias=False)
+    head.weight = table.weight
+    model = torch.nn.Sequential(table, torch.nn.Linear(6, 6), head)
+    buckets = list_buckets(model, ["0", "1", "2"], Link(alpha_s=1.0, beta_s_per_byte=0.0))
+    assert buckets.ops == [("1", "0")]

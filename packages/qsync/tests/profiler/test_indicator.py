@@ -134,6 +134,28 @@ def test_without_double_backward_operators_are_measured_one_at_a_time():
     }
 
 
+class _Trunk(nn.Module):
+    """A table that is read without gradients, whose rounding no derivative sees."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = nn.Embedding(9, 8), nn.Linear(8, 4)
+        self.table.requires_grad_(False)
+
+    def forward(self, ids):
+        with torch.no_grad():
+            x = self.table(ids)
+        return self.head(x)
+
+
+def test_an_operator_without_gradients_is_measured():
+    model, batches = _Trunk(), [(torch.randint(0, 9, (12,)), _classes(12))]
+    measured = qsync.sensitivity(model, batches, cross_entropy, precisions=("int8",))
+    assert "'table' runs under torch.no_grad" in measured.reason
+    expected = measure_noise(model, batches, cross_entropy, {"table": "int8"})
+    assert measured.noise["table"]["int8"] == expected > 0
+
+
 def test_derivatives_that_jump_are_noticed():
     model = nn.Sequential(
         nn.Linear(48, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4)

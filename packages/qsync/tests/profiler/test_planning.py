@@ -8,6 +8,7 @@ import qsync
 from qsync.planner.blocks import Infeasible
 from qsync.profiler import planning
 from qsync.profiler.profile import profile_model
+from qsync.runtime.modules import MatMul
 from shared.comms.launch import RankPool
 from shared.errors import ConfigError, DataError
 
@@ -88,6 +89,32 @@ def test_a_target_out_of_reach_is_flagged(measured):
     assert "is not met: this is the fastest plan" in plan.explain()
 
 
+class _Named(nn.Module):
+    """Layers whose input is given by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.product, self.outer = nn.Linear(8, 16), MatMul(), nn.Linear(16, 4)
+
+    def forward(self, x):
+        x = self.inner(input=x).tanh()
+        return self.outer(input=self.product(b=x.t() @ x, a=x))
+
+
+def test_inputs_may_be_named():
+    plan = qsync.plan(_Named(), [torch.randn(6, 8)], _mean_square)
+    assert list(plan.operators) == ["inner", "product", "outer"]
+    assert not any("FX failed" in note for note in plan.notes)
+
+
+def test_frozen_parameters_have_no_gradient_and_no_moments():
+    model, batches = _build()
+    model[0].requires_grad_(False)
+    profile = profile_model(model, batches[:2], _mean_square, precisions=["int8"])
+    sizes = [4 * p.numel() * (4 if p.requires_grad else 1) for p in model.parameters()]
+    assert profile.parameter_bytes == sum(sizes)
+
+
 def test_memory_below_the_lowest_plan_is_infeasible():
     with pytest.raises(Infeasible, match="expected precisions that fit in 1000 B"):
         qsync.plan(*_build(), _mean_square, memory="1KB")
@@ -136,10 +163,14 @@ def test_real_seconds_add_up_to_the_step():
         ({"batches": []}, DataError, "batches: expected at least one, got none"),
         ({"model": nn.Tanh()}, ConfigError, "there is nothing to lower"),
         ({"precisions": ("int3",)}, ConfigError, "got 'int3'"),
-        ({"precisions": ()}, ConfigError, "precisions: expected at least one"),
+        ({"precisions": ()}, ConfigError, "precisions: expected names such as"),
+        ({"precisions": "bf16"}, ConfigError, "precisions: expected names such as"),
+        ({"model": torch.compile(_build()[0])}, ConfigError, "expected one that is not compiled"),
         ({"target_time": "fast"}, ConfigError, "target_time: expected a share"),
         ({"target_time": "-1x"}, ConfigError, "target_time: expected a share"),
         ({"loss_fn": lambda model, batch: batch.mean()}, DataError, "the model's operators"),
+        ({"loss_fn": lambda model, batch: model(batch)}, ConfigError, r"scalar.*got \[6, 4\]"),
+        ({"model": _build()[0].requires_grad_(False)}, ConfigError, r"got \[\] without a gradient"),
     ],
 )
 def test_bad_input_is_named(arguments, error, message):
@@ -160,6 +191,8 @@ def _plan_on_a_rank(case):
     model, batches = _build(32 if case == "models" and rank == 1 else 16)
     if case == "batches" and rank == 1:
         batches = []
+    if case == "frozen" and rank == 1:
+        model[2].requires_grad_(False)
     planning.time_summed_steps = lambda model, batches, loss_fn: 10.0 * (case == "rest")
     try:
         plan = qsync.plan(model, batches, _mean_square)
@@ -237,3 +270,5 @@ def test_what_one_rank_refuses_is_raised_on_all(pool):
     assert first.startswith("ConfigError: rank 1 failed to plan: DataError: batches: expected")
     for text in pool.run(_plan_on_a_rank, "models").results:
         assert "expected rank 0's 2 operators on every rank, got others on rank 1" in text
+    for text in pool.run(_plan_on_a_rank, "frozen").results:
+        assert "expected rank 0's 6 trained parameters on every rank, got others on rank 1" in text

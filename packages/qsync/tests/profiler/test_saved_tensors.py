@@ -109,6 +109,32 @@ def test_frozen_weights_keep_no_input():
     ]
 
 
+class _Partly(nn.Module):
+    """A frozen convolution, products of which one factor has no gradient, and layers that run twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Conv1d(3, 6, 3)
+        self.frozen = nn.Conv1d(6, 6, 3, padding="same").requires_grad_(False)
+        self.mix, self.gram, self.layer = MatMul(), MatMul(), nn.Linear(6, 6)
+
+    def forward(self, x):
+        y = self.frozen(self.first(x).sigmoid()).transpose(1, 2)
+        y = self.mix(y, torch.ones(6, 6))
+        y = self.layer(self.layer(y.contiguous()).tanh())
+        return self.gram(y[0], y[0].t()).mean()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "int8"])
+def test_frozen_and_repeated_operators_keep_what_they_need(precision):
+    torch.manual_seed(0)
+    model, x = _Partly(), torch.randn(1, 3, 12)
+    saved = record_saved_tensors(model, x, lambda model, x: model(x))
+    predicted = count_saved_bytes(saved, lambda name: precision if hasattr(model, name) else "fp32")
+    qsync.apply(model, qsync.Plan.uniform(model, precision))
+    assert predicted == measure_saved_bytes(model, x, lambda model, x: model(x))
+
+
 def test_a_model_with_a_plan_is_recorded_in_float32():
     model, batch, loss_fn = _build("mixed")
     plain = record_saved_tensors(model, batch, loss_fn)

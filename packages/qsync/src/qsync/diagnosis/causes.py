@@ -115,7 +115,7 @@ def _sum_by_name(
 ) -> defaultdict[str, Float[np.ndarray, " steps"]]:
     seconds = defaultdict(lambda: np.zeros(num_steps))
     for piece in lane:
-        # What is left of a gap behind a collective is the wake-up of the rank, not this operator's.
+        # The rest of a gap after a collective is the rank's wake-up, not this operator's time.
         own_s = piece.busy_s if piece.behind else piece.gap_s + piece.busy_s
         seconds[piece.name][piece.step] += own_s
     return seconds

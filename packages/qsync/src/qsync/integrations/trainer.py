@@ -31,7 +31,7 @@ class QsyncCallback(TrainerCallback):
         self.plan = plan
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
     ) -> None:
         """Applies the plan, and agrees on it with all ranks.
 
@@ -39,7 +39,7 @@ class QsyncCallback(TrainerCallback):
             ConfigError: see `qsync.apply` and `qsync.DDP`, the plan has fp16, for which the Trainer
                 scales no loss, or the Trainer lowers by autocast what the plan keeps in float32.
         """
-        model: nn.Module = given["model"]
+        model: nn.Module = others["model"]
         if args.bf16 or args.fp16:
             raise ConfigError(
                 "TrainingArguments: expected neither bf16 nor fp16, whose autocast lowers what the "
@@ -51,10 +51,10 @@ class QsyncCallback(TrainerCallback):
             agree_on_model(model, Group.world().checked(), self.plan.fingerprint())
 
     def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
     ) -> None:
         """Lets the model compute in float32 again."""
-        apply(given["model"], Plan.uniform(given["model"], "fp32"))
+        apply(others["model"], Plan.uniform(others["model"], "fp32"))
 
 
 def _refuse_half(plan: Plan) -> None:

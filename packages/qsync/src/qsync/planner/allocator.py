@@ -136,7 +136,7 @@ class _Recovery:
             for level in range(self._start[i], self.noise.shape[1]):
                 trial[i] = level
                 added_s = self._step_of(list(trial)) - self.step_s
-                # A step that stays is another rank's: the seconds saved are hidden behind it.
+                # A step that stays the same is another rank's, which hides the seconds saved.
                 if level > now or added_s != 0:
                     price_s[level] = added_s
             self.price_s[i] = price_s

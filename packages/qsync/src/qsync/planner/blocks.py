@@ -6,11 +6,15 @@ all precisions of each block. Blocks of many operators are enumerated in groups,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
+from heapq import heappop, heappush
 from itertools import product
+from math import fsum
 
 from qsync.planner.cost_mapper import CostMapper
 from qsync.planner.graph import Graph
+from qsync.planner.memory import SavedBytes
 from qsync.precisions import sort_precisions
 from shared.errors import ConfigError
 from shared.units import format_bytes
@@ -77,21 +81,19 @@ def choose_fastest(mapper: CostMapper, precisions: Sequence[str]) -> None:
 
 
 def fit_memory(
-    mapper: CostMapper,
-    precisions: Sequence[str],
-    count_bytes: Callable[[], float],
-    limit_bytes: float,
+    mapper: CostMapper, precisions: Sequence[str], saved: SavedBytes, limit_bytes: float
 ) -> None:
-    """Lowers operators by seconds added per byte saved until a rank's step fits in its memory.
+    """Lowers operators by seconds added per byte saved until what a rank keeps fits in its memory.
 
     Operators that read the same output are also lowered together: while one of them needs the
-    output as it is, a lowered copy for another only adds bytes.
+    output as it is, a lowered copy for another only adds bytes. A move is priced anew only if
+    another one has changed a neighbour or bytes that it shares.
 
     Args:
         mapper: costs of one rank, at the fastest precisions.
         precisions: those allowed.
-        count_bytes: bytes that the step needs at the mapper's precisions.
-        limit_bytes: bytes of the rank's memory.
+        saved: what the rank keeps, counted at the mapper's precisions.
+        limit_bytes: the most that it may keep.
 
     Raises:
         Infeasible: no precisions that were tried fit.
@@ -100,25 +102,52 @@ def fit_memory(
     siblings = [[i for i in reads if graph.ops[i].kind == "linear"] for reads in graph.consumers]
     sets = [[i] for i in graph.linears] + [group for group in siblings if len(group) > 1]
     moves = [([graph.ops[i].name for i in group], p) for group in sets for p in precisions]
-    while (used := count_bytes()) > limit_bytes:
-        best = None
-        for names, precision in moves:
-            before_s = mapper.total_s
-            for name in names:
-                mapper.set(name, precision)
-            saved, added_s = used - count_bytes(), mapper.total_s - before_s
-            for _ in names:
-                mapper.undo()
-            if saved > 0 and (best is None or added_s / saved < best[0]):
-                best = (added_s / saved, names, precision)
-        if best is None:
+    # (seconds per byte, move, its version): an older version was priced before a neighbour changed.
+    heap: list[tuple[float, int, int]] = []
+    versions = [0] * len(moves)
+    moves_by_part: dict[int | str, set[int]] = defaultdict(set)
+
+    def make(move: int) -> set[int | str]:
+        """Makes a move; returns the operators and the sources of saved bytes that it concerns."""
+        names, precision = moves[move]
+        touched = {graph.index[name] for name in names}
+        touched.update(i for name in names for i in mapper.set(name, precision))
+        concerned = [graph.ops[i].name for i in touched]
+        saved.update(concerned)
+        return touched | saved.list_sources(concerned)
+
+    def offer(move: int) -> None:
+        """Prices a move and takes it back."""
+        bytes_before = saved.total
+        forward_s, backward_s = list(mapper.forward_s), list(mapper.backward_s)
+        parts = make(move)
+        touched = [i for i in parts if isinstance(i, int)]
+        sides = (mapper.forward_s, forward_s), (mapper.backward_s, backward_s)
+        added_s = fsum(part for now, old in sides for i in touched for part in (now[i], -old[i]))
+        num_saved = bytes_before - saved.total
+        for _ in moves[move][0]:
+            mapper.undo()
+        saved.update(graph.ops[i].name for i in touched)
+        for part in parts:
+            moves_by_part[part].add(move)
+        if num_saved > 0:
+            heappush(heap, (added_s / num_saved, move, versions[move]))
+
+    for move in range(len(moves)):
+        offer(move)
+    while saved.total > limit_bytes:
+        while heap and heap[0][2] != versions[heap[0][1]]:
+            heappop(heap)
+        if not heap:
             raise Infeasible(
                 f"memory: expected precisions that fit in {format_bytes(limit_bytes)}, got "
-                f"{format_bytes(used)} at the least, {format_bytes(used - limit_bytes)} too much; "
-                "take smaller batches, or recompute the blocks that keep most"
+                f"{format_bytes(saved.total)} at the least, "
+                f"{format_bytes(saved.total - limit_bytes)} too much; take smaller batches, or "
+                "recompute the blocks that keep most"
             )
-        for name in best[1]:
-            mapper.set(name, best[2])
+        for stale in sorted({k for part in make(heap[0][1]) for k in moves_by_part[part]}):
+            versions[stale] += 1
+            offer(stale)
 
 
 def _enumerate(mapper: CostMapper, names: Sequence[str], precisions: Sequence[str]) -> None:

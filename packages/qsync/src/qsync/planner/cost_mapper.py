@@ -112,7 +112,7 @@ class CostMapper:
             return []
         changes.append((first, self._precisions[first]))
         self._precisions[first] = precision
-        # In the order of the graph, an operator is visited once, behind all that it follows.
+        # In the order of the graph, an operator is visited once, after all that it follows.
         pending = sorted(self.graph.consumers[first])
         while pending:
             i = heappop(pending)

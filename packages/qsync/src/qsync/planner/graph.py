@@ -1,4 +1,4 @@
-"""The operators of a model as a directed acyclic graph, which says whose precision depends on whose."""
+"""The operators of a model as a directed acyclic graph: which of them read the output of which."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Graph:
     """Operators in the order in which a forward pass runs them.
 
     Args:
-        ops: operators; each stands behind those that it reads.
+        ops: operators; each comes after those that it reads.
 
     Attributes:
         ops: as given.
@@ -106,7 +106,7 @@ class Graph:
         return self.index[name]
 
     def _refuse_order(self, i: int) -> None:
-        """Names the cycle that operator i is on, or the operator that it should stand behind."""
+        """Names the cycle that operator i is on, or the operator that should come before it."""
         name = self.ops[i].name
         paths = [[i, source] for source in self.inputs[i]]
         visited: set[int] = set()
@@ -122,6 +122,6 @@ class Graph:
                 paths += [[*path, source] for source in self.inputs[path[-1]]]
         late = self.ops[max(self.inputs[i])].name
         raise DataError(
-            f"operator {name!r} reads {late!r}, which is listed behind it; list operators in the "
+            f"operator {name!r} reads {late!r}, which is listed after it; list operators in the "
             "order in which they run"
         )

@@ -17,7 +17,7 @@ from qsync.planner.allocator import recover_precision
 from qsync.planner.blocks import choose_fastest, fit_memory
 from qsync.planner.cost_mapper import CostMapper
 from qsync.planner.graph import Graph, Op
-from qsync.planner.memory import SavedTensor, count_saved_bytes
+from qsync.planner.memory import SavedBytes, SavedTensor
 from qsync.planner.plan import DeniedRaise, Plan, RankPlan
 from qsync.planner.replayer import GradientBuckets, RankSeconds, StepReplay
 from qsync.precisions import HIGHEST, sort_precisions
@@ -38,6 +38,9 @@ class RankCosts:
         kernel_s, backward_kernel_s, cast_s: as of `CostMapper`.
         rest_s: seconds of a step beside its operators.
         device: what the rank computes on, in words.
+        graph: its own operators, whose tensors may have other sizes than other ranks'; None for the
+            graph that is allocated.
+        saved: tensors that its step keeps.
         other_bytes: memory of a step that precision does not change.
         limit_bytes: memory of the device.
     """
@@ -47,6 +50,8 @@ class RankCosts:
     cast_s: Callable[[str, str, int], float]
     rest_s: float = 0.0
     device: str = ""
+    graph: Graph | None = None
+    saved: Sequence[SavedTensor] = ()
     other_bytes: float = 0
     limit_bytes: float = inf
 
@@ -54,8 +59,8 @@ class RankCosts:
 class _RankState:
     """One rank's mapper, with what the others must know of it."""
 
-    def __init__(self, graph: Graph, costs: RankCosts, saved: Sequence[SavedTensor]) -> None:
-        self.costs, self._saved = costs, saved
+    def __init__(self, graph: Graph, costs: RankCosts) -> None:
+        self.costs = costs
         self.mapper = CostMapper(
             graph,
             kernel_s=costs.kernel_s,
@@ -63,8 +68,10 @@ class _RankState:
             backward_kernel_s=costs.backward_kernel_s,
         )
         self.names = [graph.ops[i].name for i in graph.linears]
-        self._sources = graph.index
         self.float32_s = self.seconds().compute_s
+        # Nothing is counted where any plan fits.
+        saved = costs.saved if isfinite(costs.limit_bytes) else ()
+        self.saved = SavedBytes(saved, self._precision, costs.other_bytes)
 
     def seconds(self) -> RankSeconds:
         return RankSeconds(
@@ -73,28 +80,30 @@ class _RankState:
             rest_s=self.costs.rest_s,
         )
 
+    def set(self, name: str, precision: str) -> None:
+        ops = self.mapper.graph.ops
+        self.saved.update(ops[i].name for i in self.mapper.set(name, precision))
+
     def choose(self, precisions: Sequence[str]) -> None:
         for name, precision in zip(self.names, precisions, strict=True):
             if precision != self.mapper.precision(name):
-                self.mapper.set(name, precision)
+                self.set(name, precision)
 
     def chosen(self) -> list[str]:
         return [self.mapper.precision(name) for name in self.names]
 
-    def count_bytes(self) -> float:
-        return self.costs.other_bytes + count_saved_bytes(self._saved, self._precision)
-
     def _precision(self, name: str) -> str:
-        return self.mapper.precision(name) if name in self._sources else HIGHEST
+        return self.mapper.precision(name) if name in self.mapper.graph.index else HIGHEST
 
     def fits(self) -> bool:
-        return not isfinite(self.costs.limit_bytes) or self.count_bytes() <= self.costs.limit_bytes
+        return self.saved.total <= self.costs.limit_bytes
 
     def start(self, precisions: Sequence[str]) -> None:
         """Takes the fastest precisions that fit in memory."""
         choose_fastest(self.mapper, precisions)
+        self.saved.update(op.name for op in self.mapper.graph.ops)
         if not self.fits():
-            fit_memory(self.mapper, precisions, self.count_bytes, self.costs.limit_bytes)
+            fit_memory(self.mapper, precisions, self.saved, self.costs.limit_bytes)
 
 
 def allocate(
@@ -105,7 +114,6 @@ def allocate(
     precisions: Sequence[str],
     operators: Mapping[str, str],
     buckets: GradientBuckets | None = None,
-    saved: Sequence[SavedTensor] = (),
     target_time: str | float | None = None,
     notes: Sequence[str] = (),
 ) -> Plan:
@@ -118,7 +126,6 @@ def allocate(
         precisions: those allowed; float32 always is.
         operators: the model's operators, as `describe_operators` gives them.
         buckets: gradient buckets; None where one rank trains alone.
-        saved: tensors that a step keeps, for memory limits.
         target_time: longest step, "0.8x" of float32's or in seconds; None for the fastest.
         notes: passed on to the plan.
 
@@ -129,7 +136,7 @@ def allocate(
     """
     allowed = sort_precisions([*precisions, HIGHEST])
     replay = StepReplay(graph, buckets or GradientBuckets(), len(ranks))
-    by_costs = {costs: _RankState(graph, costs, saved) for costs in dict.fromkeys(ranks)}
+    by_costs = {costs: _RankState(costs.graph or graph, costs) for costs in dict.fromkeys(ranks)}
     states = [by_costs[costs] for costs in ranks]
     table = _table_noise(by_costs[ranks[0]].names, noise, allowed)
     float32_s = replay.run([state.seconds() for state in states]).step_s
@@ -230,7 +237,7 @@ def _bind_step(
     def step_s(levels: list[int]) -> float:
         for i, level in enumerate(levels):
             if level != chosen[i]:
-                state.mapper.set(state.names[i], allowed[level])
+                state.set(state.names[i], allowed[level])
                 chosen[i] = level
         if not state.fits():
             return inf

@@ -15,6 +15,7 @@ from shared.errors import ConfigError, DataError
 
 __all__ = [
     "LossFunction",
+    "check_loss",
     "check_norm",
     "find_gradient",
     "measure_noise",
@@ -78,22 +79,32 @@ def find_gradient(
     if not parameters:
         raise ConfigError("model: expected a parameter that requires a gradient, got none")
     with torch.enable_grad():
-        loss = loss_fn(model, batch)
-        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-            shape = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-            raise ConfigError(
-                f"loss_fn: expected a scalar tensor with a gradient, got {shape}; return the loss of "
-                "loss_fn(model, batch)"
-            )
         return list(
             torch.autograd.grad(
-                loss.sum(),
+                check_loss(loss_fn(model, batch)).sum(),
                 parameters,
                 create_graph=create_graph,
                 allow_unused=True,
                 materialize_grads=True,
             )
         )
+
+
+def check_loss(loss: Any) -> Tensor:
+    """Returns the loss of a step.
+
+    Raises:
+        ConfigError: it is no scalar tensor, or has no gradient.
+    """
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+        got = type(loss).__name__
+        if isinstance(loss, Tensor):
+            got = f"{list(loss.shape)}{'' if loss.requires_grad else ' without a gradient'}"
+        raise ConfigError(
+            f"loss_fn: expected a scalar tensor with a gradient, got {got}; return the loss of "
+            "loss_fn(model, batch), and leave a parameter to train"
+        )
+    return loss
 
 
 def sum_squares(tensors: Iterable[Tensor]) -> float:

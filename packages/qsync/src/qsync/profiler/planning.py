@@ -115,7 +115,6 @@ class Survey:
             precisions=self.precisions,
             operators=self.operators,
             buckets=self.buckets,
-            saved=self.profiles[0].saved,
             target_time=target_time,
             notes=self.notes,
         )
@@ -141,22 +140,27 @@ def survey(
     names = sort_precisions(precisions)
     samples = list(islice(batches, NUM_BATCHES))
 
-    def measure() -> tuple[dict[str, str], RankProfile]:
+    def measure() -> tuple[dict[str, str], list[str], RankProfile]:
         if not samples:
             raise DataError("batches: expected at least one, got none")
+        _check_uncompiled(model)
         check_weights(list_operators(model))
         operators = describe_operators(model)
+        trained = [
+            f"{name} {list(each.shape)}"
+            for name, each in model.named_parameters()
+            if each.requires_grad
+        ]
         profile = profile_model(model, samples, loss_fn, precisions=names)
         if limit_bytes is not None:
             profile = replace(profile, limit_bytes=limit_bytes)
-        return operators, profile
+        return operators, trained, profile
 
     def probe() -> OperatorNoise:
         return sensitivity(model, samples, loss_fn, precisions=names, seed=_rank())
 
-    measured = _gather(measure)
-    profiles = [profile for _, profile in measured]
-    _check_alike([each for each, _ in measured], profiles)
+    operators, trained, profiles = map(list, zip(*_gather(measure), strict=True))
+    _check_alike(operators, trained, profiles)
     noises = _gather(probe)
     buckets = GradientBuckets()
     if len(profiles) > 1:
@@ -170,7 +174,7 @@ def survey(
         profiles = [replace(each, rest_s=rest_s * each.step_s / slowest_s) for each in profiles]
     return Survey(
         precisions=tuple(names),
-        operators=measured[0][0],
+        operators=operators[0],
         profiles=profiles,
         noise=_average(noises),
         buckets=buckets,
@@ -206,12 +210,32 @@ def _gather(call: Callable[[], _Value]) -> list[_Value]:
     return [value for value, _ in outcomes]
 
 
-def _check_alike(operators: Sequence[dict[str, str]], profiles: Sequence[RankProfile]) -> None:
-    for rank, (own, profile) in enumerate(zip(operators, profiles, strict=True)):
-        if list(own.items()) != list(operators[0].items()):
+def _check_uncompiled(model: nn.Module) -> None:
+    if any(
+        type(each).__name__ == "OptimizedModule" or each._compiled_call_impl
+        for each in model.modules()
+    ):
+        raise ConfigError(
+            "model: expected one that is not compiled, as its operators are timed one by one, got a "
+            "compiled one; plan first, then `torch.compile(qsync.apply(model, plan))`"
+        )
+
+
+def _check_alike(
+    operators: Sequence[dict[str, str]],
+    trained: Sequence[list[str]],
+    profiles: Sequence[RankProfile],
+) -> None:
+    for rank, profile in enumerate(profiles):
+        if list(operators[rank].items()) != list(operators[0].items()):
             raise ConfigError(
                 f"model: expected rank 0's {len(operators[0])} operators on every rank, got others on "
                 f"rank {rank}; build the same model on all ranks"
+            )
+        if trained[rank] != trained[0]:
+            raise ConfigError(
+                f"model: expected rank 0's {len(trained[0])} trained parameters on every rank, got "
+                f"others on rank {rank}; freeze the same parameters on all ranks"
             )
         names = [op.name for op in profile.graph.ops]
         if names != [op.name for op in profiles[0].graph.ops]:

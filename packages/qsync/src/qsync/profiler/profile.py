@@ -26,8 +26,8 @@ from qsync.profiler.step_timing import time_precisions
 
 __all__ = ["RankProfile", "profile_model"]
 
-# Copies of the parameters that a step has beside what backward needs: masters, gradients and the
-# two moments of Adam.
+# Copies of a trained parameter that a step has beside what backward needs: the master, its gradient
+# and the two moments of Adam.
 _PARAMETER_COPIES = 4
 
 
@@ -100,6 +100,8 @@ class RankProfile:
             cast_s=self._cast_s,
             rest_s=self.rest_s,
             device=self.device,
+            graph=self.graph,
+            saved=self.saved,
             other_bytes=self.parameter_bytes,
             limit_bytes=self.limit_bytes,
         )
@@ -140,7 +142,6 @@ def profile_model(
         float32 = steps[HIGHEST]
         forward_s[gap_name(name)] = {HIGHEST: float32.forward_gap_s.get(name, 0.0)}
         backward_s[gap_name(name)] = {HIGHEST: float32.backward_gap_s.get(name, 0.0)}
-    parameters = sum(each.numel() * each.element_size() for each in model.parameters())
     notes = ()
     if traced.reason:
         notes = (f"operators were found by modules, since FX failed ({traced.reason})",)
@@ -151,7 +152,10 @@ def profile_model(
         backward_s=backward_s,
         casts=fit_casts(allowed, device),
         saved=record_saved_tensors(model, batches[0], loss_fn),
-        parameter_bytes=_PARAMETER_COPIES * parameters,
+        parameter_bytes=sum(
+            each.nbytes * (_PARAMETER_COPIES if each.requires_grad else 1)
+            for each in model.parameters()
+        ),
         limit_bytes=_find_memory(device),
         notes=notes,
     )

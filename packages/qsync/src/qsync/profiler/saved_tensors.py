@@ -40,20 +40,21 @@ class _Recorder:
         if isinstance(module, nn.Embedding) or not saved:
             return
         if isinstance(module, MatMul):
-            a, b = inputs
-            self._note(name, "operand", a, a.numel() // a.shape[-1])
-            self._note(name, "operand", b, b.numel() // b.shape[-2])
+            for factor, other, dim in (*inputs, -1), (*inputs[::-1], -2):
+                if other.requires_grad:
+                    self._note(name, "operand", factor, factor.numel() // factor.shape[dim])
             return
         weight = module.weight
         is_saved = saved.pop(weight.untyped_storage().data_ptr(), None) is not None
-        # torch's convolutions keep it even if no gradient of their input is asked for.
+        # torch's convolutions keep both factors even if only one's gradient is asked for.
         if is_saved and inputs[0].requires_grad:
             self._note(name, "weight", weight, weight.shape[0])
+        role = "operand" if weight.requires_grad else "unused"
         # The input as it was multiplied, which may be a padded copy.
         for factor in saved.values():
             is_linear = isinstance(module, nn.Linear)
             num_rows = factor.numel() // factor.shape[-1] if is_linear else factor.shape[0]
-            self._note(name, "operand", factor, num_rows)
+            self._note(name, role, factor, num_rows)
 
     def pack(self, tensor: Tensor) -> Tensor:
         """Records a tensor that is kept; operators' own factors are recorded by `leave`."""

@@ -21,15 +21,14 @@ import torch
 from torch import Tensor, nn
 
 from qsync.precisions import HIGHEST
-from qsync.profiler.gradients import LossFunction
+from qsync.profiler.gradients import LossFunction, check_loss
 from qsync.profiler.state import keep_precisions, preserve_state
-from qsync.runtime.modules import list_operators, set_precision
-from shared.errors import DataError
+from qsync.runtime.modules import list_inputs, list_operators, set_precision
 
 __all__ = ["END", "StepSeconds", "time_precisions", "watch_operators"]
 
 END = ""
-"""Name under which stands what follows the last operator: the loss, and its backward pass."""
+"""Name of what follows the last operator: the loss, and its backward pass."""
 
 _NUM_STEPS = 5
 # A precision this many times slower than float32 is of no use: two steps say so.
@@ -78,9 +77,6 @@ def time_precisions(
     Returns:
         By precision, the median of each part, scaled so that the parts add up to the median of steps
         without hooks.
-
-    Raises:
-        DataError: no operator ran.
     """
     steps: dict[str, list[StepSeconds]] = {name: [] for name in precisions}
     whole_s: dict[str, list[float]] = {name: [] for name in precisions}
@@ -120,11 +116,17 @@ def watch_operators(
     handles = []
     for name, module in list_operators(model).items():
         handles.append(
-            module.register_forward_pre_hook(lambda _, inputs, name=name: before(name, inputs))
+            module.register_forward_pre_hook(
+                lambda _, args, words, name=name: before(name, list_inputs(args, words)),
+                with_kwargs=True,
+            )
         )
         handles.append(
             module.register_forward_hook(
-                lambda _, inputs, output, name=name: after(name, inputs, output)
+                lambda _, args, words, output, name=name: after(
+                    name, list_inputs(args, words), output
+                ),
+                with_kwargs=True,
             )
         )
     try:
@@ -141,6 +143,7 @@ class _Marks:
         parameter = next(model.parameters(), None)
         self._is_cuda = parameter is not None and parameter.is_cuda
         self._marks: list[tuple[Any, str, str]] = []
+        self._handles: list[Any] = []
         self._parameters = {
             name: {id(each) for each in module.parameters(recurse=False)}
             for name, module in list_operators(model).items()
@@ -168,15 +171,18 @@ class _Marks:
             variable = getattr(node, "variable", None)
             if variable is not None and id(variable) not in self._parameters[name]:
                 continue
-            node.register_prehook(partial(self._mark_node, "enter", name))
-            node.register_hook(partial(self._mark_node, "exit", name))
+            for register, event in ((node.register_prehook, "enter"), (node.register_hook, "exit")):
+                self._handles.append(register(partial(self._mark_node, event, name)))
             pending += [following for following, _ in node.next_functions]
 
     def _mark_node(self, event: str, name: str, *_: Any) -> None:
         self.add(event, name)
 
     def sum_up(self) -> StepSeconds:
-        """Adds up each part; time within two operators belongs to the inner one."""
+        """Adds up each part, and ends the watch; time within two operators belongs to the inner one."""
+        # DDP keeps the nodes of parameters alive, and with them the hooks.
+        for handle in self._handles:
+            handle.remove()
         if self._is_cuda:
             torch.cuda.synchronize()
             first = self._marks[0][0]
@@ -214,13 +220,7 @@ def _time_parts(model: nn.Module, batch: Any, loss_fn: LossFunction) -> StepSeco
     marks = _Marks(model)
     with watch_operators(model, lambda name, _: marks.add("enter", name), marks.leave):
         _run_step(model, batch, loss_fn, marks.add)
-    seconds = marks.sum_up()
-    if not seconds.forward_s:
-        raise DataError(
-            "loss_fn: expected a call of the model's operators, got none; return the loss of "
-            "loss_fn(model, batch)"
-        )
-    return seconds
+    return marks.sum_up()
 
 
 def _time_step(model: nn.Module, batch: Any, loss_fn: LossFunction) -> float:
@@ -236,7 +236,7 @@ def _run_step(
         parameter.grad = None
     with torch.enable_grad():
         mark("begin")
-        loss = loss_fn(model, batch)
+        loss = check_loss(loss_fn(model, batch))
         mark("backward")
         loss.backward()
         mark("end")

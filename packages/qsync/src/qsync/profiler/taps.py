@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from qsync.precisions import HIGHEST, PRECISIONS
-from qsync.runtime.modules import MatMul, list_operators
+from qsync.runtime.modules import MatMul, list_inputs, list_operators
 from qsync.runtime.quantizers import FLOAT_DTYPES, round_rows
 
 __all__ = ["Tap", "install_taps"]
@@ -106,7 +106,10 @@ def install_taps(model: nn.Module, names: list[str]) -> Iterator[list[Tap]]:
             vars(operators[name]).pop("forward", None)
 
 
-def _run_tapped(name: str, module: Any, taps: list[Tap], *inputs: Tensor) -> Tensor:
+def _run_tapped(name: str, module: Any, taps: list[Tap], *args: Tensor, **words: Tensor) -> Tensor:
+    inputs = list_inputs(args, words)
+    if not torch.is_grad_enabled():
+        raise RuntimeError(f"{name!r} runs under torch.no_grad, where nothing has a derivative")
     if isinstance(module, MatMul):
         a = _tap_factor(taps, name, inputs[0], _last_dim_rows)
         b = _tap_factor(taps, name, inputs[1], _columns)

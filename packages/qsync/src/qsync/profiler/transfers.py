@@ -174,11 +174,15 @@ def _time(run: Callable[[], object], which: Literal["min", "max"]) -> float:
 
 
 def _find_owners(model: nn.Module, names: Sequence[str]) -> dict[int, str]:
-    """The operator of each parameter; others belong to the operator whose gradient comes next."""
+    """Maps parameters to the operator whose backward pass completes their gradient.
+
+    A norm's parameters count with the operator registered before it, whose gradient comes next.
+    """
     operators = list_operators(model)
+    # A tied weight's gradient is whole when the first of its operators, the last in backward, has run.
     owners = {
         id(parameter): name
-        for name in names
+        for name in reversed(names)
         for parameter in operators[name].parameters(recurse=False)
     }
     latest = names[0]

@@ -78,8 +78,8 @@ def check_weights(operators: Mapping[str, nn.Module]) -> None:
         weight = getattr(module, "weight", None)
         if weight is not None and weight.dtype != torch.float32:
             raise ConfigError(
-                f"expected float32 weights, of which lower precisions are made, got {weight.dtype} in "
-                f"{name!r}; convert the model by `.float()`"
+                f"expected float32 weights, which lower precisions are rounded from, got {weight.dtype} in "
+                f"{name!r}; convert the model with `.float()`"
             )
 
 

@@ -158,11 +158,11 @@ class Convolution(torch.autograd.Function):
             out = _convolve(a, b, small_bias, geometry).to(x.dtype)
         elif geometry.groups == 1 and (precision == "int8" or x.device.type == "cuda"):
             patches = _unfold(a, weight.shape[2:], geometry)
-            places = patches.shape[1:-1]
+            positions = patches.shape[1:-1]
             patches = patches.reshape(-1, patches.shape[-1])
-            scales = a_scale.repeat_interleave(places.numel())
+            scales = a_scale.repeat_interleave(positions.numel())
             out = scaled_matmul(patches, scales, b.flatten(1), b_scale, bias, x.dtype)
-            out = out.view(x.shape[0], *places, len(b)).movedim(-1, 1)
+            out = out.view(x.shape[0], *positions, len(b)).movedim(-1, 1)
             out = out.clone(memory_format=torch.contiguous_format)
         else:
             # Nothing multiplies grouped int8, or fp8 on a CPU: bf16 holds the codes exactly.
@@ -302,7 +302,7 @@ def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Any) -> 
 
 
 def _unfold(codes: Tensor, kernel: torch.Size, geometry: ConvolutionGeometry) -> Tensor:
-    """The patches of codes [batch, channels, *space] as [batch, *places, channels * kernel]."""
+    """The patches of codes [batch, channels, *space] as [batch, *positions, channels * kernel]."""
     # As bytes: fp8 has no padding of its own, and its zero is the byte 0.
     patches = codes.view(torch.int8)
     margins = [width for padding in reversed(geometry.padding) for width in (padding, padding)]

@@ -90,15 +90,31 @@ def _exchange(note: dict[str, Any], group: ProcessGroup) -> list[dict[str, Any]]
     # Counted by group, as ranks may be members of other groups too.
     turn = store.add(me, 1)
     store.set(f"{turn}/{me}", json.dumps(note))
-    notes = []
-    for rank in range(group.size()):
-        key = f"{turn}/{rank}"
+    keys = [f"{turn}/{rank}" for rank in range(group.size())]
+    for rank, key in enumerate(keys):
         try:
             store.wait([key], timeout)
         except RuntimeError as error:
+            if not _settle(store, turn, "failed"):
+                break
             raise CommError(
                 f"handshake: expected rank {rank} within {timeout.total_seconds():g} s, got no word "
                 "of it; look at its own output for what stopped it"
             ) from error
-        notes.append(json.loads(store.get(key)))
-    return notes
+    if not _settle(store, turn, "agreed"):
+        raise CommError(
+            "handshake: expected all ranks within the timeout, got this one when another had given up or "
+            "was gone; build the wrapper again on all ranks"
+        )
+    return [json.loads(store.get(key)) for key in keys]
+
+
+def _settle(store: Any, turn: int, outcome: str) -> bool:
+    """Whether a turn has this outcome on all ranks: the first rank to decide decides for the others.
+
+    Else one rank would go on while another tries again, in a turn that the first one never joins.
+    """
+    try:
+        return store.compare_set(f"{turn}/outcome", "", outcome) == outcome.encode()
+    except RuntimeError:  # the rank that has the store is gone
+        return outcome == "failed"

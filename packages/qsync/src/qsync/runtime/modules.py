@@ -16,7 +16,7 @@ from qsync.precisions import HIGHEST
 from qsync.runtime.functions import ConvolutionGeometry
 from qsync.runtime.products import convolve, embed, linear, matmul
 
-__all__ = ["MatMul", "get_precision", "list_operators", "set_precision"]
+__all__ = ["MatMul", "get_precision", "list_inputs", "list_operators", "set_precision"]
 
 
 class LoweredLinear(nn.Linear):
@@ -41,7 +41,7 @@ class _LoweredConvolution(nn.modules.conv._ConvNd):
         if isinstance(padding, str):
             sizes = self.kernel_size if padding == "same" else (1,) * len(self.stride)
             widths = [step * (size - 1) for step, size in zip(self.dilation, sizes, strict=True)]
-            # "same" of an odd width has one more element behind than before, as torch pads it.
+            # As torch, "same" of an odd width pads one element more at the end than at the start.
             if any(width % 2 for width in widths):
                 input = functional.pad(input, [n for w in reversed(widths) for n in (0, w % 2)])
             padding = tuple(width // 2 for width in widths)
@@ -115,6 +115,11 @@ def list_operators(model: nn.Module) -> dict[str, nn.Module]:
     rows or have sparse gradients are left out.
     """
     return {name: module for name, module in model.named_modules() if _is_operator(module)}
+
+
+def list_inputs(args: tuple[Any, ...], words: dict[str, Any]) -> tuple[Any, ...]:
+    """Lists the inputs of an operator's call, which may be named: `input`, or `a` and `b`."""
+    return (*args, *(words[key] for key in sorted(words)))
 
 
 def get_precision(module: nn.Module) -> str:

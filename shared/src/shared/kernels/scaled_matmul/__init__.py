@@ -66,7 +66,8 @@ def quantize_rows(
         largest = None
         if scales == "tensor":
             low, high = x.aminmax()
-            largest = torch.maximum(-low, high).expand(len(x)).contiguous()
+            # Zeros alone have the maximum -0.0, whose sign bit would count as NaN.
+            largest = torch.maximum(-low, high).abs().expand(len(x)).contiguous()
         select("scaled_matmul", x.device).quantize_rows(x, largest, codes, scale)
     return ScaledRows(codes, scale)
 

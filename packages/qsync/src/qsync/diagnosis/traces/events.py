@@ -110,7 +110,7 @@ def collect_fields(events: list[dict[str, Any]], shift_s: float) -> dict[str, An
 
 def _collective(span: TraceSpan, kind: str, arguments: dict[str, Any]) -> TraceSpan:
     letters = re.sub("[^a-z]", "", kind.lower())
-    name = next((known for known in _COLLECTIVES if known in letters), letters)
+    name = next((each for each in _COLLECTIVES if each in letters), letters)
     num_bytes = _input_bytes(arguments)
     if "In msg nelems" in arguments:
         element_bytes = _ELEMENT_BYTES.get(str(arguments.get("dtype", "")).lower(), 4)
@@ -175,9 +175,9 @@ def _enqueue_times(collectives: list[TraceSpan], enqueued: list[TraceSpan]) -> l
     """When each collective was enqueued: its call's start if calls match, else its own start."""
     times = [span.start_s for span in collectives]
     for kind in {span.name for span in collectives}:
-        places = [i for i, span in enumerate(collectives) if span.name == kind]
+        positions = [i for i, span in enumerate(collectives) if span.name == kind]
         calls = sorted(span.start_s for span in enqueued if span.name == kind)
-        if len(calls) == len(places):
-            for i, call_s in zip(places, calls, strict=True):
+        if len(calls) == len(positions):
+            for i, call_s in zip(positions, calls, strict=True):
                 times[i] = min(call_s, times[i])
     return times
