@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from diffusionpipe.job.chain import Chain, chain
     from diffusionpipe.job.draws import Draw
     from diffusionpipe.job.job import Job
-    from diffusionpipe.job.layers import Layer
+    from diffusionpipe.job.layers import ChainLayer
     from diffusionpipe.planner.partitioning.bidirectional import partition_bidirectional
     from diffusionpipe.planner.partitioning.partition import partition
     from diffusionpipe.planner.plan import Plan
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Chain",
+    "ChainLayer",
     "ControlledUNet",
     "Draw",
     "Engine",
     "Job",
     "JobProfile",
-    "Layer",
     "Plan",
     "chain",
     "losses",
@@ -58,7 +58,7 @@ _HOMES = {
     "job.chain": ("Chain", "chain"),
     "job.draws": ("Draw",),
     "job.job": ("Job",),
-    "job.layers": ("Layer",),
+    "job.layers": ("ChainLayer",),
     "planner.partitioning.bidirectional": ("partition_bidirectional",),
     "planner.partitioning.partition": ("partition",),
     "planner.plan": ("Plan",),

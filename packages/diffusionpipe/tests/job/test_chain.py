@@ -184,11 +184,11 @@ def test_cuts_are_what_spans_have_to_hand_over():
 def test_folded_cuts_count_what_does_not_reach_over_the_fold():
     """A skip of the second half, written and read there, crosses its cuts in any placement."""
     layers = [
-        dp.Layer("a", lambda s: {"a": s["x"] + 1, "k": s["x"]}, ("x",), ("a", "k"), ()),
-        dp.Layer("b", lambda s: {"b": s["a"] * 2}, ("a",), ("b",), ()),
-        dp.Layer("c", lambda s: {"c": s["b"] + s["k"], "l": s["b"]}, ("b", "k"), ("c", "l"), ()),
-        dp.Layer("d", lambda s: {"d": s["c"]}, ("c",), ("d",), ()),
-        dp.Layer("e", lambda s: {"output": s["d"] + s["l"]}, ("d", "l"), ("output",), ()),
+        dp.ChainLayer("a", lambda s: {"a": s["x"] + 1, "k": s["x"]}, ("x",), ("a", "k"), ()),
+        dp.ChainLayer("b", lambda s: {"b": s["a"] * 2}, ("a",), ("b",), ()),
+        dp.ChainLayer("c", lambda s: {"c": s["b"] + s["k"], "l": s["b"]}, ("b", "k"), ("c", "l"), ()),
+        dp.ChainLayer("d", lambda s: {"d": s["c"]}, ("c",), ("d",), ()),
+        dp.ChainLayer("e", lambda s: {"output": s["d"] + s["l"]}, ("d", "l"), ("output",), ()),
     ]
     chain = dp.chain(layers)
     x = torch.zeros(3, 2)
@@ -201,10 +201,10 @@ def test_folded_cuts_count_what_does_not_reach_over_the_fold():
 
 def test_a_skip_that_begins_at_the_fold_stays_on_its_device():
     layers = [
-        dp.Layer("a", lambda s: {"a": s["x"], "k": s["x"].repeat(1, 9)}, ("x",), ("a", "k"), ()),
-        dp.Layer("b", lambda s: {"b": s["a"] * 2}, ("a",), ("b",), ()),
-        dp.Layer("c", lambda s: {"c": s["b"] + s["k"][:, :2]}, ("b", "k"), ("c",), ()),
-        dp.Layer("d", lambda s: {"output": s["c"] + s["b"]}, ("c", "b"), ("output",), ()),
+        dp.ChainLayer("a", lambda s: {"a": s["x"], "k": s["x"].repeat(1, 9)}, ("x",), ("a", "k"), ()),
+        dp.ChainLayer("b", lambda s: {"b": s["a"] * 2}, ("a",), ("b",), ()),
+        dp.ChainLayer("c", lambda s: {"c": s["b"] + s["k"][:, :2]}, ("b", "k"), ("c",), ()),
+        dp.ChainLayer("d", lambda s: {"output": s["c"] + s["b"]}, ("c", "b"), ("output",), ()),
     ]
     x = torch.zeros(3, 2)
     assert [cut.skip_bytes for cut in dp.chain(layers).cuts(x=x)] == [0, 9 * x.nbytes, x.nbytes]
@@ -314,7 +314,7 @@ def test_unknown_models_and_blocks_are_refused():
     ):
         dp.chain(nn.Linear(2, 2))
     with pytest.raises(
-        ConfigError, match="expected a list of Layer or of modules, got Linear, int"
+        ConfigError, match="expected a list of ChainLayer or of modules, got Linear, int"
     ):
         dp.chain([nn.Linear(2, 2), 3])
     blocks = {"down_block_types": ("SkipDownBlock2D", "DownBlock2D")}
@@ -337,14 +337,14 @@ def test_lists_of_modules_are_chains():
     [(("h", "output"), "expected a new key to write, got 'h'"), (("z",), "writes 'output'")],
 )
 def test_layers_that_write_twice_or_no_output_are_refused(writes, match):
-    first = dp.Layer("first", lambda s: {"h": s["x"]}, ("x",), ("h",), ())
-    second = dp.Layer("second", lambda s: dict.fromkeys(writes, s["h"]), ("h",), writes, ())
+    first = dp.ChainLayer("first", lambda s: {"h": s["x"]}, ("x",), ("h",), ())
+    second = dp.ChainLayer("second", lambda s: dict.fromkeys(writes, s["h"]), ("h",), writes, ())
     with pytest.raises(ConfigError, match=match):
         dp.chain([first, second])
 
 
 def test_a_layer_that_writes_something_else_is_named():
-    layer = dp.Layer("only", lambda s: {"out": s["x"]}, ("x",), ("output",), ())
+    layer = dp.ChainLayer("only", lambda s: {"out": s["x"]}, ("x",), ("output",), ())
     with pytest.raises(ConfigError, match="layer only: expected it to write output, got out"):
         dp.chain([layer]).run({"x": torch.zeros(1)})
 

@@ -58,7 +58,7 @@ def _waiting_job(clock):
             hidden = linears[index](state[read])
             return {written: _Wait.apply(hidden, clock, forward_s, backward_s)}
 
-        return dp.Layer(f"layer{index}", call, (read,), (written,), (linears[index],))
+        return dp.ChainLayer(f"layer{index}", call, (read,), (written,), (linears[index],))
 
     layers = [make(0, 2.0, 9.0, "x", "h"), make(1, 1.0, 3.0, "h", "output")]
 
@@ -133,9 +133,9 @@ def test_kept_memory_is_counted_once_at_the_first_layer_that_keeps_it():
     linears = [nn.Linear(4, 6), nn.Linear(6, 6)]
     layers = [
         # Keeps its input, which belongs to the backbone's inputs, and its own output (tanh).
-        dp.Layer("a", lambda s: {"a": linears[0](s["x"]).tanh()}, ("x",), ("a",), (linears[0],)),
+        dp.ChainLayer("a", lambda s: {"a": linears[0](s["x"]).tanh()}, ("x",), ("a",), (linears[0],)),
         # Keeps the first one's output again, and nothing else: an addition needs no operands.
-        dp.Layer(
+        dp.ChainLayer(
             "b",
             lambda s: {"output": linears[1](s["a"]) + s["a"]},
             ("a",),

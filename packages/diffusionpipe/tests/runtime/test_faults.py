@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from diffusionpipe.job.draws import Draw
-from diffusionpipe.job.layers import OUTPUT, Layer
+from diffusionpipe.job.layers import OUTPUT, ChainLayer
 from diffusionpipe.runtime.engine import Engine
 from diffusionpipe.runtime.links import Links
 from diffusionpipe.runtime.stages import StageCompute
@@ -287,8 +287,8 @@ def cut_pairs():
     torch.manual_seed(0)
     linear = nn.Linear(6, 6).double()
     layers = [
-        Layer("a", lambda s: {"pairs": linear(s["sample"]).repeat(2, 1)}, ("sample",), ("pairs",), (linear,)),
-        Layer("b", lambda s: {OUTPUT: s["pairs"][: len(s["pairs"]) // 2]}, ("pairs",), (OUTPUT,), ()),
+        ChainLayer("a", lambda s: {"pairs": linear(s["sample"]).repeat(2, 1)}, ("sample",), ("pairs",), (linear,)),
+        ChainLayer("b", lambda s: {OUTPUT: s["pairs"][: len(s["pairs"]) // 2]}, ("pairs",), (OUTPUT,), ()),
     ]  # fmt: skip
     job = make_job_of(layers)
     plan = replace(make_plan("chain", [[0, 1, 2], [3]], 2), spans=((0, 1), (1, 2)))
@@ -314,8 +314,8 @@ def train_unused():
     torch.manual_seed(0)
     used, unused, last = (nn.Linear(6, 6).double() for _ in range(3))
     layers = [
-        Layer("a", lambda s: {"h": used(s["sample"]), "x": unused(s["sample"])}, ("sample",), ("h", "x"), (used, unused)),
-        Layer("b", lambda s: {OUTPUT: last(s["h"] + s["x"].detach())}, ("h", "x"), (OUTPUT,), (last,)),
+        ChainLayer("a", lambda s: {"h": used(s["sample"]), "x": unused(s["sample"])}, ("sample",), ("h", "x"), (used, unused)),
+        ChainLayer("b", lambda s: {OUTPUT: last(s["h"] + s["x"].detach())}, ("h", "x"), (OUTPUT,), (last,)),
     ]  # fmt: skip
     before = [linear.weight.detach().clone() for linear in (used, unused)]
     plan = replace(make_plan("chain", [[0], [1]], 2), spans=((0, 1), (1, 2)))

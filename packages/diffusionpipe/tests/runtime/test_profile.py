@@ -23,7 +23,7 @@ def _job(clock, seconds):
         return {"output": linear(state["x"])}
 
     return dp.Job(
-        dp.chain([dp.Layer("only", call, ("x",), ("output",), (linear,))]),
+        dp.chain([dp.ChainLayer("only", call, ("x",), ("output",), (linear,))]),
         {"f": lambda b: b["x"] * 2},
         lambda b, f, d: {"x": f["f"], "target": b["x"]},
         lambda output, target: (output - target).square().mean(1),

@@ -9,7 +9,7 @@ from torch import nn
 from diffusionpipe.job.chain import chain
 from diffusionpipe.job.draws import Draw, decide
 from diffusionpipe.job.job import Job
-from diffusionpipe.job.layers import OUTPUT, Layer
+from diffusionpipe.job.layers import OUTPUT, ChainLayer
 from diffusionpipe.planner.plan import Action, Plan
 from diffusionpipe.planner.schedule import order_1f1b, order_by_events, order_opposite
 
@@ -60,7 +60,7 @@ class Toy(nn.Module):
             h, emb = self.head(state["sample"], state["timestep"])
             return {"h0": h, "emb": emb}
 
-        layers = [Layer("head", head, ("sample", "timestep"), ("h0", "emb"), (self.head,))]
+        layers = [ChainLayer("head", head, ("sample", "timestep"), ("h0", "emb"), (self.head,))]
         for i, block in enumerate(self.down):
             reads = (f"h{i}", "emb", "text")
             layers.append(make_layer(f"down {i}", block, reads, f"h{i + 1}"))
@@ -77,7 +77,7 @@ def make_layer(name, block, reads, written):
     def call(state):
         return {written: block(*(state[key] for key in reads))}
 
-    return Layer(name, call, reads, (written,), (block,))
+    return ChainLayer(name, call, reads, (written,), (block,))
 
 
 def encode_pixels(batch):

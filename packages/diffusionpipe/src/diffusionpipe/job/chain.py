@@ -19,7 +19,7 @@ from diffusionpipe.job.adapters.registry import ADAPTERS
 from diffusionpipe.job.batches import flatten
 from diffusionpipe.job.checks.equality import compare_forwards
 from diffusionpipe.job.cuts import Cut, count_cuts
-from diffusionpipe.job.layers import OUTPUT, Layer, State
+from diffusionpipe.job.layers import OUTPUT, ChainLayer, State
 from shared.errors import ConfigError
 
 __all__ = ["Chain", "chain"]
@@ -43,7 +43,7 @@ class Chain:
     """
 
     model: nn.Module
-    layers: tuple[Layer, ...]
+    layers: tuple[ChainLayer, ...]
     shared: frozenset[str] = frozenset()
     inputs: tuple[str, ...] = field(init=False)
 
@@ -228,7 +228,7 @@ def chain(model: nn.Module | Iterable[Any]) -> Chain:
     """Cuts a model into layers.
 
     Args:
-        model: a model of diffusers, with adapters of peft or without; or a list of `Layer`, or of
+        model: a model of diffusers, with adapters of peft or without; or a list of `ChainLayer`, or of
             modules that each take the result of the one before.
 
     Raises:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from diffusionpipe.job.layers import Layer
+from diffusionpipe.job.layers import ChainLayer
 from shared.errors import ConfigError
 
 __all__ = ["Cut", "count_cuts"]
@@ -31,7 +31,7 @@ class Cut:
 
 
 def count_cuts(
-    layers: Sequence[Layer],
+    layers: Sequence[ChainLayer],
     shared: AbstractSet[str],
     state: dict[str, Tensor],
     placement: str = "chain",
@@ -77,7 +77,7 @@ def count_cuts(
     ]
 
 
-def measure_values(layers: Sequence[Layer], state: dict[str, Tensor]) -> dict[str, int]:
+def measure_values(layers: Sequence[ChainLayer], state: dict[str, Tensor]) -> dict[str, int]:
     """Runs the layers without gradients and returns the bytes of each value and input."""
     values, sizes = dict(state), {}
     last_read = {key: index for index, layer in enumerate(layers) for key in layer.reads}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-__all__ = ["ESTIMATE", "OUTPUT", "Layer", "State", "keep_modules"]
+__all__ = ["ESTIMATE", "OUTPUT", "ChainLayer", "State", "keep_modules"]
 
 # Values by key. A key is written once and then stays as it is, so who needs what from whom follows
 # from the layers' reads and writes alone.
@@ -20,7 +20,7 @@ ESTIMATE = "estimate"
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class ChainLayer:
     """A function from some values of a backbone's state to others.
 
     Attributes:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from diffusionpipe.job.adapters.unet import EMBEDDING, TEXT, cut_front, cut_unet
 from diffusionpipe.job.batches import flatten
-from diffusionpipe.job.layers import Layer, State
+from diffusionpipe.job.layers import ChainLayer, State
 
 __all__ = ["ControlledUNet", "cut_controlled"]
 
@@ -104,7 +104,7 @@ class ControlledUNet(nn.Module):
         self.controlnet.save_pretrained(folder)
 
 
-def cut_controlled(model: ControlledUNet) -> tuple[nn.Module, list[Layer], set[str]]:
+def cut_controlled(model: ControlledUNet) -> tuple[nn.Module, list[ChainLayer], set[str]]:
     """Cuts a ControlNet, and the second half of its U-Net."""
     control = model.controlnet
     front, _ = cut_front(control)
@@ -117,7 +117,7 @@ def cut_controlled(model: ControlledUNet) -> tuple[nn.Module, list[Layer], set[s
     return model, layers, {EMBEDDING}
 
 
-def _add_exit(layer: Layer, block: nn.Module, written: str) -> Layer:
+def _add_exit(layer: ChainLayer, block: nn.Module, written: str) -> ChainLayer:
     """Lets a layer of the ControlNet write what it adds to the U-Net's skip too."""
     hidden = layer.writes[0]
 
@@ -129,7 +129,7 @@ def _add_exit(layer: Layer, block: nn.Module, written: str) -> Layer:
     return replace(layer, call=call, writes=writes, modules=(*layer.modules, block))
 
 
-def _join_middle(layer: Layer, block: nn.Module) -> Layer:
+def _join_middle(layer: ChainLayer, block: nn.Module) -> ChainLayer:
     """Adds the middle of the ControlNet to that of the locked half."""
     (hidden,) = layer.writes
     locked = f"{_LOCKED}.{hidden}"
@@ -140,7 +140,7 @@ def _join_middle(layer: Layer, block: nn.Module) -> Layer:
     return replace(layer, call=call, reads=(*layer.reads, locked), modules=(*layer.modules, block))
 
 
-def _join_control(layer: Layer) -> Layer:
+def _join_control(layer: ChainLayer) -> ChainLayer:
     """Lets a layer of the U-Net's second half read the locked embedding, and sums for its skip."""
     hidden, *others = layer.reads
     skips = {key: (f"{_LOCKED}.{key}", f"control{key[1:]}") for key in others if key[0] == "h"}
@@ -152,7 +152,7 @@ def _join_control(layer: Layer) -> Layer:
 
 
 def _call_joined(
-    layer: Layer, skips: dict[str, tuple[str, str]], times: dict[str, str], state: State
+    layer: ChainLayer, skips: dict[str, tuple[str, str]], times: dict[str, str], state: State
 ) -> dict[str, Tensor]:
     sums = {key: state[locked] + state[control] for key, (locked, control) in skips.items()}
     return layer.call({**state, **sums, **{key: state[locked] for key, locked in times.items()}})

@@ -9,14 +9,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from diffusionpipe.job.adapters.transformer_steps import EMBEDDING, HIDDEN, join_patches
-from diffusionpipe.job.layers import OUTPUT, Layer, State
+from diffusionpipe.job.layers import OUTPUT, ChainLayer, State
 
 __all__ = ["cut_dit"]
 
 _CONDITIONS = ("timestep", "class_labels")
 
 
-def cut_dit(model: Any) -> tuple[nn.Module, list[Layer], set[str]]:
+def cut_dit(model: Any) -> tuple[nn.Module, list[ChainLayer], set[str]]:
     """Cuts a DiTTransformer2DModel. Its blocks embed time and class each for itself."""
     first, *others = model.transformer_blocks
 
@@ -36,14 +36,14 @@ def cut_dit(model: Any) -> tuple[nn.Module, list[Layer], set[str]]:
         return {OUTPUT: join_patches(tokens, side, side, model.patch_size)}
 
     reads = (HIDDEN, *_CONDITIONS)
-    layers = [Layer("block0", run_head, reads, ("h0", EMBEDDING), (model.pos_embed, first))]
+    layers = [ChainLayer("block0", run_head, reads, ("h0", EMBEDDING), (model.pos_embed, first))]
     for index, block in enumerate(others):
         call = partial(_step, block, f"h{index}", f"h{index + 1}")
         reads = (f"h{index}", *_CONDITIONS)
-        layers.append(Layer(f"block{index + 1}", call, reads, (f"h{index + 1}",), (block,)))
+        layers.append(ChainLayer(f"block{index + 1}", call, reads, (f"h{index + 1}",), (block,)))
     hidden = layers[-1].writes[0]
     tail = (model.norm_out, model.proj_out_1, model.proj_out_2)
-    layers.append(Layer("tail", run_tail, (hidden, EMBEDDING), (OUTPUT,), tail))
+    layers.append(ChainLayer("tail", run_tail, (hidden, EMBEDDING), (OUTPUT,), tail))
     return model, layers, {EMBEDDING}
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from diffusionpipe.job.adapters.transformer_steps import EMBEDDING, HIDDEN, TEXT
-from diffusionpipe.job.layers import OUTPUT, Layer, State, keep_modules
+from diffusionpipe.job.layers import OUTPUT, ChainLayer, State, keep_modules
 
 __all__ = ["cut_flux"]
 
@@ -21,7 +21,7 @@ _POSITIONS = ("txt_ids", "img_ids")
 _TIME_SCALE = 1000
 
 
-def cut_flux(model: Any) -> tuple[nn.Module, list[Layer], set[str]]:
+def cut_flux(model: Any) -> tuple[nn.Module, list[ChainLayer], set[str]]:
     """Cuts a FluxTransformer2DModel."""
     has_guidance = model.config.guidance_embeds
 
@@ -40,7 +40,7 @@ def cut_flux(model: Any) -> tuple[nn.Module, list[Layer], set[str]]:
     time_keys = ("timestep", "guidance") if has_guidance else ("timestep",)
     reads = (HIDDEN, TEXT, _POOLED, *time_keys)
     modules = (model.x_embedder, model.context_embedder, model.time_text_embed)
-    layers = [Layer("head", run_head, reads, ("h0", "text0", EMBEDDING), modules)]
+    layers = [ChainLayer("head", run_head, reads, ("h0", "text0", EMBEDDING), modules)]
     hidden, text = "h0", "text0"
     names = [("double", block) for block in model.transformer_blocks]
     names += [("single", block) for block in model.single_transformer_blocks]
@@ -50,9 +50,9 @@ def cut_flux(model: Any) -> tuple[nn.Module, list[Layer], set[str]]:
         # Behind the last block nobody reads the text.
         written = (hidden, text) if index + 1 < len(names) else (hidden,)
         call = partial(_run_block, model.pos_embed, block, reads, written)
-        layers.append(Layer(f"{kind}{index}", call, reads, written, keep_modules(block)))
+        layers.append(ChainLayer(f"{kind}{index}", call, reads, written, keep_modules(block)))
     tail = (model.norm_out, model.proj_out)
-    layers.append(Layer("tail", run_tail, (hidden, EMBEDDING), (OUTPUT,), tail))
+    layers.append(ChainLayer("tail", run_tail, (hidden, EMBEDDING), (OUTPUT,), tail))
     return model, layers, {EMBEDDING}
 
 

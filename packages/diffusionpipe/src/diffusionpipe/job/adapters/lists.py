@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from diffusionpipe.job.layers import OUTPUT, Layer, State
+from diffusionpipe.job.layers import OUTPUT, ChainLayer, State
 from shared.errors import ConfigError
 
 __all__ = ["cut_list"]
@@ -17,7 +17,7 @@ __all__ = ["cut_list"]
 _MAX_SKIP_READERS = 2
 
 
-def cut_list(entries: Sequence[Any] | nn.ModuleList) -> tuple[nn.Module, list[Layer], set[str]]:
+def cut_list(entries: Sequence[Any] | nn.ModuleList) -> tuple[nn.Module, list[ChainLayer], set[str]]:
     """Makes a chain's layers of a list.
 
     Args:
@@ -27,13 +27,13 @@ def cut_list(entries: Sequence[Any] | nn.ModuleList) -> tuple[nn.Module, list[La
     Raises:
         ConfigError: the list is empty or mixed.
     """
-    own_layers = [entry for entry in entries if isinstance(entry, Layer)]
+    own_layers = [entry for entry in entries if isinstance(entry, ChainLayer)]
     if own_layers and len(own_layers) == len(entries):
         return _join_layers(own_layers)
     if not entries or not all(isinstance(entry, nn.Module) for entry in entries):
         kinds = ", ".join(sorted({type(entry).__name__ for entry in entries})) or "no entries"
         raise ConfigError(
-            f"expected a list of Layer or of modules, got {kinds}; do give each entry the same form"
+            f"expected a list of ChainLayer or of modules, got {kinds}; do give each entry the same form"
         )
     layers = []
     hidden = "sample"
@@ -44,14 +44,14 @@ def cut_list(entries: Sequence[Any] | nn.ModuleList) -> tuple[nn.Module, list[La
     return nn.ModuleList(entries), layers, set()
 
 
-def _wrap_module(module: nn.Module, name: str, hidden: str, written: str) -> Layer:
+def _wrap_module(module: nn.Module, name: str, hidden: str, written: str) -> ChainLayer:
     def call(state: State) -> dict[str, Tensor]:
         return {written: module(state[hidden])}
 
-    return Layer(name, call, (hidden,), (written,), (module,))
+    return ChainLayer(name, call, (hidden,), (written,), (module,))
 
 
-def _join_layers(layers: list[Layer]) -> tuple[nn.Module, list[Layer], set[str]]:
+def _join_layers(layers: list[ChainLayer]) -> tuple[nn.Module, list[ChainLayer], set[str]]:
     modules = dict.fromkeys(module for layer in layers for module in layer.modules)
     readers = Counter(key for layer in layers for key in layer.reads)
     written = {key for layer in layers for key in layer.writes}

@@ -9,12 +9,12 @@ from typing import Any
 
 from torch import nn
 
-from diffusionpipe.job.layers import Layer
+from diffusionpipe.job.layers import ChainLayer
 from shared.registry import Registry
 
 __all__ = ["ADAPTERS", "CutModel"]
 
-CutModel = Callable[[Any], tuple[nn.Module, list[Layer], set[str]]]
+CutModel = Callable[[Any], tuple[nn.Module, list[ChainLayer], set[str]]]
 
 ADAPTERS: Registry[str, CutModel] = Registry("backbone")
 

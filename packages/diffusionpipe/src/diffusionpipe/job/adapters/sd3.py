@@ -8,14 +8,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from diffusionpipe.job.adapters.transformer_steps import EMBEDDING, HIDDEN, TEXT, join_patches
-from diffusionpipe.job.layers import OUTPUT, Layer, State
+from diffusionpipe.job.layers import OUTPUT, ChainLayer, State
 
 __all__ = ["cut_sd3"]
 
 _POOLED = "pooled_projections"
 
 
-def cut_sd3(model: Any) -> tuple[nn.Module, list[Layer], set[str]]:
+def cut_sd3(model: Any) -> tuple[nn.Module, list[ChainLayer], set[str]]:
     """Cuts an SD3Transformer2DModel."""
 
     def run_head(state: State) -> dict[str, Tensor]:
@@ -33,7 +33,7 @@ def cut_sd3(model: Any) -> tuple[nn.Module, list[Layer], set[str]]:
 
     modules = (model.pos_embed, model.context_embedder, model.time_text_embed)
     reads = (HIDDEN, TEXT, _POOLED, "timestep")
-    layers = [Layer("head", run_head, reads, ("h0", "text0", EMBEDDING), modules)]
+    layers = [ChainLayer("head", run_head, reads, ("h0", "text0", EMBEDDING), modules)]
     hidden, text = "h0", "text0"
     for index, block in enumerate(model.transformer_blocks):
         # The last block drops the text.
@@ -41,7 +41,7 @@ def cut_sd3(model: Any) -> tuple[nn.Module, list[Layer], set[str]]:
         written = (f"h{index + 1}",) if is_last else (f"h{index + 1}", f"text{index + 1}")
         reads = (hidden, text, EMBEDDING)
         layers.append(
-            Layer(
+            ChainLayer(
                 f"block{index}",
                 partial(_run_block, block, reads, written),
                 reads,
@@ -52,7 +52,7 @@ def cut_sd3(model: Any) -> tuple[nn.Module, list[Layer], set[str]]:
         hidden, text = written[0], written[-1]
     # Of the noisy latents, only rows and columns are read.
     reads = (hidden, EMBEDDING, HIDDEN)
-    layers.append(Layer("tail", run_tail, reads, (OUTPUT,), (model.norm_out, model.proj_out)))
+    layers.append(ChainLayer("tail", run_tail, reads, (OUTPUT,), (model.norm_out, model.proj_out)))
     return model, layers, {EMBEDDING}
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from diffusionpipe.job.layers import OUTPUT, Layer, State, keep_modules
+from diffusionpipe.job.layers import OUTPUT, ChainLayer, State, keep_modules
 from shared.errors import ConfigError, DataError
 
 __all__ = ["EMBEDDING", "TEXT", "cut_front", "cut_unet"]
@@ -34,7 +34,7 @@ _BLOCKS = (
 )
 
 
-def cut_unet(model: Any) -> tuple[nn.Module, list[Layer], set[str]]:
+def cut_unet(model: Any) -> tuple[nn.Module, list[ChainLayer], set[str]]:
     """Cuts a UNet2DModel or a UNet2DConditionModel.
 
     Raises:
@@ -50,7 +50,7 @@ def cut_unet(model: Any) -> tuple[nn.Module, list[Layer], set[str]]:
     return model, layers, {EMBEDDING}
 
 
-def cut_front(model: Any) -> tuple[list[Layer], list[str]]:
+def cut_front(model: Any) -> tuple[list[ChainLayer], list[str]]:
     """Cuts the first half and the middle of a U-Net or a ControlNet.
 
     Returns:
@@ -69,7 +69,7 @@ def cut_front(model: Any) -> tuple[list[Layer], list[str]]:
     return layers, skips
 
 
-def _cut_head(model: Any) -> Layer:
+def _cut_head(model: Any) -> ChainLayer:
     condition = getattr(model, "controlnet_cond_embedding", None)
     factor = 2 ** sum(bool(getattr(block, "downsamplers", None)) for block in model.down_blocks)
 
@@ -101,7 +101,7 @@ def _cut_head(model: Any) -> Layer:
     modules = keep_modules(
         model.conv_in, condition, *(getattr(model, name, None) for name in names)
     )
-    return Layer("head", run_head, tuple(reads), ("h0", EMBEDDING), modules)
+    return ChainLayer("head", run_head, tuple(reads), ("h0", EMBEDDING), modules)
 
 
 def _embed(model: Any, state: State) -> Tensor:
@@ -122,7 +122,7 @@ def _adds_pooled(model: Any) -> bool:
     return getattr(model.config, "addition_embed_type", None) == "text_time"
 
 
-def _cut_tail(model: Any, hidden: str) -> Layer:
+def _cut_tail(model: Any, hidden: str) -> ChainLayer:
     def run_tail(state: State) -> dict[str, Tensor]:
         value = state[hidden]
         if model.conv_norm_out is not None:
@@ -130,7 +130,7 @@ def _cut_tail(model: Any, hidden: str) -> Layer:
         return {OUTPUT: model.conv_out(value)}
 
     modules = keep_modules(model.conv_norm_out, model.conv_act, model.conv_out)
-    return Layer("tail", run_tail, (hidden,), (OUTPUT,), modules)
+    return ChainLayer("tail", run_tail, (hidden,), (OUTPUT,), modules)
 
 
 def _list_parts(block: Any, name: str) -> Iterator[tuple[str, Any, Any]]:
@@ -160,7 +160,7 @@ def _cut_part(
     hidden: str,
     written: str,
     skip: tuple[str, ...] = (),
-) -> Layer:
+) -> ChainLayer:
     """Makes a layer of a resnet with its attention, of a sampler, or of a whole middle block."""
     kinds = (getattr(block, "downsample_type", None), getattr(block, "upsample_type", None))
     is_sampler = attention is False
@@ -184,4 +184,4 @@ def _cut_part(
         return {written: result[0] if states else result}
 
     reads = (hidden, *([time_key] if time_key else []), *([TEXT] if reads_text else []), *skip)
-    return Layer(name, run_part, reads, (written,), keep_modules(part, attention))
+    return ChainLayer(name, run_part, reads, (written,), keep_modules(part, attention))

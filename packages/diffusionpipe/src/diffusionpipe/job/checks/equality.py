@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from diffusionpipe.job.layers import OUTPUT, Layer
+from diffusionpipe.job.layers import OUTPUT, ChainLayer
 from shared.errors import ConfigError
 
 __all__ = ["compare_forwards"]
@@ -17,7 +17,7 @@ __all__ = ["compare_forwards"]
 
 def compare_forwards(
     model: nn.Module,
-    layers: Sequence[Layer],
+    layers: Sequence[ChainLayer],
     run: Callable[[], dict[str, Tensor]],
     example: dict[str, Any],
 ) -> None:
@@ -69,7 +69,7 @@ def compare_forwards(
     )
 
 
-def _record(layers: Sequence[Layer], run: Callable[[], Any]) -> dict[nn.Module, list[Tensor]]:
+def _record(layers: Sequence[ChainLayer], run: Callable[[], Any]) -> dict[nn.Module, list[Tensor]]:
     """Of each module, all tensors that went in and came out."""
     trace: dict[nn.Module, list[Tensor]] = {}
 
