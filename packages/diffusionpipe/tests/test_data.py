@@ -1,4 +1,5 @@
 import importlib.util
+import logging
 import sys
 from itertools import islice
 
@@ -64,3 +65,14 @@ def test_missing_wheels_are_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn", None)
     with pytest.raises(ConfigError, match="digits need scikit-learn"):
         data.load_digits()
+
+
+def test_of_transformers_warnings_only_that_of_torchvision_is_dropped(monkeypatch):
+    from transformers.utils import import_utils
+
+    messages, handler = [], logging.Handler()
+    monkeypatch.setattr(handler, "emit", lambda record: messages.append(record.getMessage()))
+    monkeypatch.setattr(import_utils.logger, "handlers", [handler])
+    import_utils.logger.warning("`CLIPImageProcessor` requires torchvision (not installed)")
+    import_utils.logger.warning("another warning")
+    assert messages == ["another warning"]

@@ -1,5 +1,6 @@
 """Trains diffusion models in stages over slow links, frozen parts running while training waits."""
 
+import logging
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +16,15 @@ if getattr(shared, "__project__", None) != "meshyard":
         "`pip install --force-reinstall --no-deps ./shared`."
     )
 
+# Pipelines of diffusers make transformers say this of image processors that nothing here uses.
+logging.getLogger("transformers.utils.import_utils").addFilter(
+    lambda record: "requires torchvision" not in record.getMessage()
+)
+
 if TYPE_CHECKING:
     from diffusionpipe.job import losses
     from diffusionpipe.job.adapters.controlnet import ControlledUNet
+    from diffusionpipe.job.cache import cache
     from diffusionpipe.job.chain import Chain, chain
     from diffusionpipe.job.draws import Draw
     from diffusionpipe.job.job import Job
@@ -40,6 +47,7 @@ __all__ = [
     "Job",
     "JobProfile",
     "Plan",
+    "cache",
     "chain",
     "losses",
     "partition",
@@ -55,6 +63,7 @@ __version__ = "0.1.0"
 # Module -> its public names, imported at first use so that `diffusionpipe --help` stays fast.
 _HOMES = {
     "job.adapters.controlnet": ("ControlledUNet",),
+    "job.cache": ("cache",),
     "job.chain": ("Chain", "chain"),
     "job.draws": ("Draw",),
     "job.job": ("Job",),

@@ -43,7 +43,8 @@ def load_digits(image_size: int = 32) -> dict[str, Any]:
         image_size: rows and columns; the digits' 8 x 8 pixels are enlarged.
 
     Returns:
-        "pixels", [1797, 3, image_size, image_size] from -1 to 1; "captions"; "labels", [1797].
+        "pixels", [1797, 3, image_size, image_size] from -1 to 1; "captions"; "labels", [1797]; "keys",
+        by which `diffusionpipe.cache` names samples.
 
     Raises:
         ConfigError: scikit-learn is missing.
@@ -64,6 +65,7 @@ def load_digits(image_size: int = 32) -> dict[str, Any]:
         "pixels": pixels.expand(-1, 3, -1, -1).contiguous(),
         "captions": captions,
         "labels": torch.tensor(labels),
+        "keys": [f"digit {index}" for index in range(len(labels))],
     }
 
 

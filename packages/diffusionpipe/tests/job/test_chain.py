@@ -186,7 +186,9 @@ def test_folded_cuts_count_what_does_not_reach_over_the_fold():
     layers = [
         dp.ChainLayer("a", lambda s: {"a": s["x"] + 1, "k": s["x"]}, ("x",), ("a", "k"), ()),
         dp.ChainLayer("b", lambda s: {"b": s["a"] * 2}, ("a",), ("b",), ()),
-        dp.ChainLayer("c", lambda s: {"c": s["b"] + s["k"], "l": s["b"]}, ("b", "k"), ("c", "l"), ()),
+        dp.ChainLayer(
+            "c", lambda s: {"c": s["b"] + s["k"], "l": s["b"]}, ("b", "k"), ("c", "l"), ()
+        ),
         dp.ChainLayer("d", lambda s: {"d": s["c"]}, ("c",), ("d",), ()),
         dp.ChainLayer("e", lambda s: {"output": s["d"] + s["l"]}, ("d", "l"), ("output",), ()),
     ]
@@ -201,7 +203,9 @@ def test_folded_cuts_count_what_does_not_reach_over_the_fold():
 
 def test_a_skip_that_begins_at_the_fold_stays_on_its_device():
     layers = [
-        dp.ChainLayer("a", lambda s: {"a": s["x"], "k": s["x"].repeat(1, 9)}, ("x",), ("a", "k"), ()),
+        dp.ChainLayer(
+            "a", lambda s: {"a": s["x"], "k": s["x"].repeat(1, 9)}, ("x",), ("a", "k"), ()
+        ),
         dp.ChainLayer("b", lambda s: {"b": s["a"] * 2}, ("a",), ("b",), ()),
         dp.ChainLayer("c", lambda s: {"c": s["b"] + s["k"][:, :2]}, ("b", "k"), ("c",), ()),
         dp.ChainLayer("d", lambda s: {"output": s["c"] + s["b"]}, ("c", "b"), ("output",), ()),

@@ -19,7 +19,7 @@ from diffusionpipe.job.batches import Batch, flatten
 from diffusionpipe.job.draws import Draw
 from shared.errors import ConfigError
 
-__all__ = ["Frozen", "encode", "group_components"]
+__all__ = ["Frozen", "encode", "group_components", "takes_draw"]
 
 # Of a batch; or of a batch, the outputs of functions declared earlier, and a `Draw`.
 Frozen = Mapping[str, Callable[..., Any]]
@@ -43,7 +43,7 @@ def group_components(frozen: Frozen) -> dict[str, tuple[str, ...]]:
             raise ConfigError(
                 f"frozen: expected names without '.' and '+', got {name!r}; do rename it"
             )
-        if _takes_draw(name, function):
+        if takes_draw(name, function):
             groups = [(*(earlier for group in groups for earlier in group), name)]
         else:
             groups.append((name,))
@@ -70,13 +70,18 @@ def encode(
     outputs: dict[str, Any] = {}
     with torch.no_grad():
         for name, function in frozen.items():
-            arguments = (rows, dict(outputs), draw) if _takes_draw(name, function) else (rows,)
+            arguments = (rows, dict(outputs), draw) if takes_draw(name, function) else (rows,)
             with watch(name):
                 outputs[name] = function(*arguments)
     return {k: t for name, value in outputs.items() for k, t in flatten(name, value).items()}
 
 
-def _takes_draw(name: str, function: Callable[..., Any]) -> bool:
+def takes_draw(name: str, function: Callable[..., Any]) -> bool:
+    """Whether a function is one of (batch, frozen, draw).
+
+    Raises:
+        ConfigError: it takes neither one nor three arguments.
+    """
     target = function.forward if isinstance(function, nn.Module) else function
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     required = [

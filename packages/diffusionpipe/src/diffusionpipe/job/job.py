@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from diffusionpipe.job import frozen as frozen_parts
 from diffusionpipe.job.batches import Batch, count_rows, take_rows, unflatten
+from diffusionpipe.job.cached_function import remove_caches
 from diffusionpipe.job.chain import Chain
 from diffusionpipe.job.checks.feeds import find_feeds
 from diffusionpipe.job.checks.rows import check_rows, check_untrained
@@ -269,16 +270,17 @@ class Job:
                 f"expected at least two rows to check, got {num_samples}; do hand over more"
             )
         draw = Draw(seed, 0, range(num_samples))
+        uncached = replace(self, frozen=remove_caches(self.frozen))
 
         def encode(samples: range, component: str) -> dict[str, Tensor]:
             rows = take_rows(batch, samples)
-            values = self.encode(component, rows, Draw(seed, 0, samples))
+            values = uncached.encode(component, rows, Draw(seed, 0, samples))
             return {f"frozen[{name!r}]": value for name, value in values.items()}
 
         for component in self.components:
             check_untrained(self.list_functions(component), batch, draw, self.trained)
             check_rows(partial(encode, component=component), num_samples)
-        values = self.encode_all(batch, draw)
+        values = uncached.encode_all(batch, draw)
         for chain, prepared in zip(self.chains, self.prepare(batch, values, draw), strict=True):
             chain.check(**unflatten(prepared.state))
 

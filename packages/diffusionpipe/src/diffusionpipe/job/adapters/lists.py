@@ -17,7 +17,9 @@ __all__ = ["cut_list"]
 _MAX_SKIP_READERS = 2
 
 
-def cut_list(entries: Sequence[Any] | nn.ModuleList) -> tuple[nn.Module, list[ChainLayer], set[str]]:
+def cut_list(
+    entries: Sequence[Any] | nn.ModuleList,
+) -> tuple[nn.Module, list[ChainLayer], set[str]]:
     """Makes a chain's layers of a list.
 
     Args:

@@ -11,11 +11,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from diffusionpipe.job.batches import Batch
+from diffusionpipe.job.cached_function import remove_caches
 from diffusionpipe.job.draws import Draw
 from diffusionpipe.job.frozen import Frozen, encode
 from shared.errors import ConfigError
 
-__all__ = ["check_rows", "check_untrained", "find_parameters"]
+__all__ = ["check_rows", "check_untrained", "find_parameters", "is_close"]
 
 # Largest difference between a value's row alone and among others, relative to its largest value.
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
@@ -44,7 +45,7 @@ def check_rows(compute: Callable[[range], dict[str, Tensor]], num_rows: int) -> 
             )
     for piece in (range(num_rows), range(1), range(1, num_rows)):
         for name, value in compute(piece).items():
-            if _is_close(value, whole[name][piece.start : piece.stop]):
+            if is_close(value, whole[name][piece.start : piece.stop]):
                 continue
             if len(piece) == num_rows:
                 raise ConfigError(
@@ -101,7 +102,7 @@ def find_parameters(frozen: Frozen, batch: Batch, draw: Draw) -> dict[str, list[
         ConfigError: a BatchNorm runs in training mode.
     """
     watches = {name: _ParameterWatch(name) for name in frozen}
-    encode(frozen, batch, draw, watches.__getitem__)
+    encode(remove_caches(frozen), batch, draw, watches.__getitem__)
     return {name: list(watch.parameters.values()) for name, watch in watches.items()}
 
 
@@ -131,7 +132,8 @@ class _ParameterWatch(TorchFunctionMode):
         return func(*args, **keywords)
 
 
-def _is_close(ours: Tensor, theirs: Tensor) -> bool:
+def is_close(ours: Tensor, theirs: Tensor) -> bool:
+    """Whether two values are the same up to the rounding of their type."""
     if ours.shape != theirs.shape or not ours.is_floating_point():
         return torch.equal(ours, theirs)
     tolerance = _TOLERANCES.get(ours.dtype, _LOW_PRECISION_TOLERANCE)
