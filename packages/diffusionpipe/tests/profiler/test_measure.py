@@ -92,6 +92,24 @@ def test_seconds_are_those_of_each_part(clock):
     assert profile.step_s_per_byte == 0
 
 
+def test_what_belongs_to_no_layer_is_spread_over_all(clock):
+    job = _waiting_job(clock)
+
+    def inputs(batch, frozen, draw):
+        clock.wait(6.0)
+        return job.inputs(batch, frozen, draw)
+
+    def loss(output, target):
+        clock.wait(3.0)
+        return _mean(output, target)
+
+    slow = dp.Job(job.backbone, job.frozen, inputs, loss)
+    profile = dp.profile(slow, {"x": torch.randn(2, 4)}, sizes=[2])
+    # Layers alone take 4 and 2 s; inputs and the loss another 9.
+    assert profile.forward_s == pytest.approx(((10.0,), (5.0,)))
+    assert profile.backward_s == ((0.0,), (6.0,))
+
+
 def test_seconds_are_interpolated(clock):
     profile = dp.profile(_waiting_job(clock), {"x": torch.randn(8, 4)}, sizes=[2, 4, 8], repeats=1)
     row = (2.0, 3.0, 7.0)
@@ -133,7 +151,9 @@ def test_kept_memory_is_counted_once_at_the_first_layer_that_keeps_it():
     linears = [nn.Linear(4, 6), nn.Linear(6, 6)]
     layers = [
         # Keeps its input, which belongs to the backbone's inputs, and its own output (tanh).
-        dp.ChainLayer("a", lambda s: {"a": linears[0](s["x"]).tanh()}, ("x",), ("a",), (linears[0],)),
+        dp.ChainLayer(
+            "a", lambda s: {"a": linears[0](s["x"]).tanh()}, ("x",), ("a",), (linears[0],)
+        ),
         # Keeps the first one's output again, and nothing else: an addition needs no operands.
         dp.ChainLayer(
             "b",
@@ -172,15 +192,21 @@ def test_a_unets_kept_memory_is_what_autograd_keeps():
     assert sum(saved) == pytest.approx(sum(size for size, _ in kept.values()), rel=0.02)
 
 
-def test_profiles_survive_json(clock):
-    profile = dp.profile(_waiting_job(clock), {"x": torch.randn(4, 4)}, repeats=1)
-    assert dp.JobProfile.from_json(profile.to_json()) == profile
+def test_profiles_survive_json(clock, tmp_path):
+    profile, path = (
+        dp.profile(_waiting_job(clock), {"x": torch.randn(4, 4)}, repeats=1),
+        tmp_path / "p",
+    )
+    profile.save(path)
+    assert dp.JobProfile.load(path) == profile
     raw = json.loads(profile.to_json())
     for change in ({"version": 2}, {"extra": 1}):
-        with pytest.raises(DataError, match="expected a profile of version 1 with the fields"):
-            dp.JobProfile.from_json(json.dumps({**raw, **change}))
-    with pytest.raises(DataError, match="expected a profile as JSON"):
-        dp.JobProfile.from_json("{")
+        path.write_text(json.dumps({**raw, **change}))
+        with pytest.raises(DataError, match="p: expected a profile of version 1 with the fields"):
+            dp.JobProfile.load(path)
+    path.write_text("{")
+    with pytest.raises(DataError, match="expected a profile"):
+        dp.JobProfile.load(path)
 
 
 @pytest.mark.slow  # on a machine that does nothing else

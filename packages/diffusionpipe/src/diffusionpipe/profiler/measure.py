@@ -1,7 +1,8 @@
 """Times a job's layers and frozen functions, and counts the bytes of its values.
 
-Each layer is timed by itself, in the order of a step: all forwards, then all backwards from the
-last layer. So caches are as cold as in training, and a stage's seconds are the sum of its layers'.
+Each layer is timed by itself, in the order of a step: the frozen functions, all forwards, then all
+backwards from the last layer. Whole passes are timed beside them, with what belongs to no layer:
+inputs, the loss, gradients that are added up. Layers' seconds are scaled to add up to these.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ Result = TypeVar("Result")
 _BYTES_ROWS = 2
 # Runs of each size; their median leaves out a first run that allocates or chooses algorithms.
 _REPEATS = 3
-# Numbers of the optimizer's timed step.
-_STEP_NUMBERS = 1 << 21
+# Bytes of parameters, or a parameter more, of the optimizer's timed step.
+_STEP_BYTES = 64 << 20
 
 
 def profile(
@@ -99,7 +100,7 @@ def profile(
             component: _count_parameters(job.list_functions(component), few, draw)
             for component in job.components
         },
-        step_s_per_byte=_time_optimizer(device),
+        step_s_per_byte=_time_optimizer(job, device),
         self_conditioning=job.self_conditioning,
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         num_ranks=1,
@@ -107,28 +108,52 @@ def profile(
     return _agree(measured)
 
 
+_Passes = tuple[tuple[float, ...], tuple[float, ...]]
+"""Seconds of layers' forward passes, and of their backward passes."""
+
+
 class _Timing(NamedTuple):
     """Median seconds of some samples: by component; by backbone and layer."""
 
     frozen_s: dict[str, float]
-    forward_s: list[tuple[float, ...]]
-    backward_s: list[tuple[float, ...]]
+    forward_s: tuple[tuple[float, ...], ...]
+    backward_s: tuple[tuple[float, ...], ...]
 
 
 def _time_size(job: Job, rows: Batch, repeats: int, device: torch.device) -> _Timing:
+    """Runs what a step runs, in its order, again and again: caches are as cold as in training."""
     draw = Draw(0, 0, range(count_rows(rows)))
-    frozen_s: dict[str, float] = {}
-    values: dict[str, Tensor] = {}
-    for name in job.components:
-        runs = [_time_run(partial(job.encode, name, rows, draw), device) for _ in range(repeats)]
-        frozen_s[name] = statistics.median(seconds for seconds, _ in runs)
-        values |= runs[-1][1]
-    forward_s, backward_s = [], []
-    for chain, prepared in zip(job.chains, job.prepare(rows, values, draw), strict=True):
-        passes = [_time_layers(chain, prepared, device) for _ in range(repeats)]
-        forward_s.append(_median([forwards for forwards, _ in passes]))
-        backward_s.append(_median([backwards for _, backwards in passes]))
-    return _Timing(frozen_s, forward_s, backward_s)
+    frozen: dict[str, list[float]] = {name: [] for name in job.components}
+    layers: list[list[_Passes]] = [[] for _ in job.chains]
+    wholes: list[list[tuple[float, float]]] = [[] for _ in job.chains]
+    for _ in range(repeats):
+        values: dict[str, Tensor] = {}
+        for name in job.components:
+            seconds, outputs = _time_run(partial(job.encode, name, rows, draw), device)
+            frozen[name].append(seconds)
+            values |= outputs
+        for index, chain in enumerate(job.chains):
+            prepare = partial(job.prepare, rows, values, draw)
+            with _keep_gradients(chain.model):
+                layers[index].append(_time_layers(chain, prepare()[index], device))
+                # Gradients are there now, so that this pass adds to them, as most of a step do.
+                wholes[index].append(_time_whole(job, index, count_rows(rows), prepare, device))
+    return _Timing(
+        {name: statistics.median(own) for name, own in frozen.items()},
+        *zip(*map(_scale_layers, layers, wholes), strict=True),
+    )
+
+
+def _scale_layers(layers: list[_Passes], wholes: list[tuple[float, float]]) -> _Passes:
+    """Medians by layer, longer or shorter by one factor so that they add up to whole passes."""
+    scaled = []
+    for which in (0, 1):
+        passes = _median([own[which] for own in layers])
+        whole_s = statistics.median(own[which] for own in wholes)
+        # A clock may be too coarse for tiny layers.
+        factor = whole_s / sum(passes) if sum(passes) else 1.0
+        scaled.append(tuple(factor * seconds for seconds in passes))
+    return scaled[0], scaled[1]
 
 
 def _count_parameters(frozen: Frozen, rows: Batch, draw: Draw) -> int:
@@ -136,28 +161,42 @@ def _count_parameters(frozen: Frozen, rows: Batch, draw: Draw) -> int:
     return sum({id(parameter): parameter.nbytes for parameter in used}.values())
 
 
-def _time_layers(
-    chain: Chain, prepared: Prepared, device: torch.device
-) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def _time_layers(chain: Chain, prepared: Prepared, device: torch.device) -> _Passes:
     """Seconds of each layer's forward and backward."""
     values: dict[str, Tensor] = dict(prepared.state)
     graphs: list[tuple[dict[str, Tensor], dict[str, Tensor]]] = []
     forwards, backwards = [], []
-    with _keep_gradients(chain.model):
-        for index, layer in enumerate(chain.layers):
-            # Cut off from the layers before, as at a stage's border.
-            read = {
-                k: values[k].detach().requires_grad_(values[k].requires_grad) for k in layer.reads
-            }
-            seconds, written = _time_run(partial(chain.run_layer, index, read), device)
-            forwards.append(seconds)
-            values.update(written)
-            graphs.append((read, written))
-        gradients: dict[str, Tensor] = {OUTPUT: torch.ones_like(values[OUTPUT])}
-        for read, written in reversed(graphs):
-            seconds, _ = _time_run(partial(_go_back, read, written, gradients), device)
-            backwards.append(seconds)
+    for index, layer in enumerate(chain.layers):
+        # Cut off from the layers before, as at a stage's border.
+        read = {k: values[k].detach().requires_grad_(values[k].requires_grad) for k in layer.reads}
+        seconds, written = _time_run(partial(chain.run_layer, index, read), device)
+        forwards.append(seconds)
+        values.update(written)
+        graphs.append((read, written))
+    gradients: dict[str, Tensor] = {OUTPUT: torch.ones_like(values[OUTPUT])}
+    for read, written in reversed(graphs):
+        seconds, _ = _time_run(partial(_go_back, read, written, gradients), device)
+        backwards.append(seconds)
     return tuple(forwards), tuple(reversed(backwards))
+
+
+def _time_whole(
+    job: Job,
+    backbone: int,
+    num_rows: int,
+    prepare: Callable[[], tuple[Prepared, ...]],
+    device: torch.device,
+) -> tuple[float, float]:
+    """Seconds of a pass as in training: with its inputs and its loss, and back."""
+
+    def compute_loss() -> Tensor:
+        prepared = prepare()[backbone]
+        output = job.chains[backbone].run(prepared.state)[OUTPUT]
+        return job.compute_losses(output, prepared.target, num_rows).mean()
+
+    forward_s, loss = _time_run(compute_loss, device)
+    backward_s, _ = _time_run(loss.backward, device)
+    return forward_s, backward_s
 
 
 def _go_back(
@@ -194,13 +233,20 @@ def _describe_chain(chain: Chain, prepared: Prepared, num_rows: int, **tables: A
     )
 
 
-def _time_optimizer(device: torch.device) -> float:
-    """Seconds of AdamW a byte of float32 parameters."""
-    parameter = nn.Parameter(torch.zeros(_STEP_NUMBERS, device=device))
-    parameter.grad = torch.ones_like(parameter)
-    optimizer = torch.optim.AdamW([parameter], 1e-4)
-    runs = [_time_run(optimizer.step, device)[0] for _ in range(_REPEATS)]
-    return statistics.median(runs) / parameter.nbytes
+def _time_optimizer(job: Job, device: torch.device) -> float:
+    """Seconds of AdamW a byte of trained parameters, by copies of the job's own up to some size."""
+    copies: list[nn.Parameter] = []
+    for parameter in job.trained.values():
+        if sum(one.nbytes for one in copies) < _STEP_BYTES:
+            copies.append(nn.Parameter(parameter.detach().to(device, copy=True)))
+    if not copies:
+        return 0.0
+    for one in copies:
+        one.grad = torch.zeros_like(one)
+    optimizer = torch.optim.AdamW(copies, 1e-4)
+    # The first run makes the moments.
+    _, *runs = [_time_run(optimizer.step, device)[0] for _ in range(_REPEATS + 1)]
+    return statistics.median(runs) / sum(one.nbytes for one in copies)
 
 
 def _agree(measured: JobProfile) -> JobProfile:
