@@ -68,7 +68,7 @@ PEERS = [
 RATE, TURNS = "100mbit", 15
 BUCKETS_MB, SHARE, SHARES = (1, 5, 25), 0.4, (0.35, 0.45)
 """Share of its step that DDP is to expose, and between which it must lie."""
-FIRST_BATCHES, STEP, LARGEST = (32, 96), 16, 256
+FIRST_BATCHES, STEP, LARGEST = (96, 224), 16, 320
 """Batches between which the right one is looked for, the grid of batches, and the largest."""
 AIM, BEST_AIM = 0.9, 1.1
 COMMAND = "hatch run bench diffusionpipe/step"
@@ -81,23 +81,38 @@ def time_ways(ways, num_turns=2):
 
 
 def choose_batch(job):
-    """The batch with which DDP exposes the wanted share of its step."""
-    points = []
-    for size in FIRST_BATCHES:
-        seconds = time_ways(
-            {
-                "ddp": DataParallel(job, size, wrap_ddp(BUCKETS_MB[0]), is_prefetched=True),
-                "alone": DataParallel(job, size, wrap_ddp(BUCKETS_MB[0]), is_alone=True),
-            }
-        )
-        points.append((size, seconds["alone"], seconds["ddp"] - seconds["alone"]))
-    (low, low_s, low_exposed_s), (high, high_s, high_exposed_s) = points
+    """The batch with which DDP exposes the wanted share of its step.
+
+    Found on a line through two batches, then by one measurement there.
+    """
+    points = [(size, *measure_exposed(job, size)) for size in FIRST_BATCHES]
+    size = interpolate(points)
+    alone_s, exposed_s = measure_exposed(job, size)
+    # Exposed seconds hardly depend on the batch, computed ones grow with it.
+    size *= exposed_s / alone_s * (1 - SHARE) / SHARE
+    return min(max(STEP, STEP * round(size / STEP)), LARGEST)
+
+
+def measure_exposed(job, size):
+    """Seconds of DDP's step without communication, and those that this adds."""
+    wrap = wrap_ddp(BUCKETS_MB[0])
+    seconds = time_ways(
+        {
+            "ddp": DataParallel(job, size, wrap, is_prefetched=True),
+            "alone": DataParallel(job, size, wrap, is_alone=True),
+        }
+    )
+    return seconds["alone"], max(seconds["ddp"] - seconds["alone"], 0.0)
+
+
+def interpolate(points):
+    """The batch of the wanted share, on a line through two batches."""
+    (low, *low_s), (high, *high_s) = points
 
     def find_share(size):
         position = (size - low) / (high - low)
-        alone_s = low_s + position * (high_s - low_s)
-        exposed_s = max(low_exposed_s + position * (high_exposed_s - low_exposed_s), 0.0)
-        return exposed_s / (alone_s + exposed_s)
+        alone_s, exposed_s = (a + position * (b - a) for a, b in zip(low_s, high_s, strict=True))
+        return max(exposed_s, 0.0) / (alone_s + max(exposed_s, 0.0))
 
     # Seconds were gathered, so that all ranks choose the same.
     return min(range(STEP, LARGEST + 1, STEP), key=lambda size: abs(find_share(size) - SHARE))

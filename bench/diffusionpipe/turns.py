@@ -49,15 +49,18 @@ def take_turns(
     num_turns: int,
     *,
     num_warm: int = 2,
+    num_steps: int = 1,
     rare: Collection[str] = (),
 ) -> Turns:
-    """Runs a step of each way a turn, beginning with another one each turn.
+    """Runs a step or some of each way a turn, beginning with another one each turn.
 
     Args:
         ways: run a step and return the loss that this rank knows: of the whole batch, its mean over
             this rank's equal share of it, or None where another rank knows it.
         num_turns: measured ones.
         num_warm: turns before them.
+        num_steps: of a way in a turn, of which the last is measured: those before it fetch the way's
+            own weights into caches.
         rare: ways that step in every third turn only, as they are no training of their own.
     """
     group, names = Group.world(), list(ways)
@@ -68,11 +71,11 @@ def take_turns(
         for name in names[first:] + names[:first]:
             if name in rare and turn % 3:
                 continue
-            barrier(group)
-            began = time.perf_counter()
-            loss = ways[name]()
-            took_s = time.perf_counter() - began
-            losses[name].append(loss)
+            for _ in range(num_steps):
+                barrier(group)
+                began = time.perf_counter()
+                losses[name].append(ways[name]())
+                took_s = time.perf_counter() - began
             if turn >= num_warm:
                 seconds[name].append(took_s)
     by_rank = gather((seconds, losses))
