@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 train_two_ranks.py
     torchrun --nproc-per-node 2 train_two_ranks.py --placement folded --pipeline ./my-model
-    torchrun --nproc-per-node 2 train_two_ranks.py --cluster my.yaml --batch-size 64
+    torchrun --nproc-per-node 2 train_two_ranks.py --cluster my.yaml --batch-size 64 --cache report/cache
 
 Without torchrun one process trains alone. Put your images and captions in place of the digits.
 """
@@ -41,6 +41,9 @@ def main() -> None:
     parser.add_argument(
         "--pipeline", type=Path, help="folder of a pipeline; a small one if left out"
     )
+    parser.add_argument(
+        "--cache", type=Path, help="folder for latents and text states; none if left out"
+    )
     parser.add_argument("--cluster", type=Path, help="YAML; this machine if left out")
     parser.add_argument("--placement", help="data, chain or folded; the fastest if left out")
     parser.add_argument("--batch-size", type=int, default=16, help="samples of a step, all ranks'")
@@ -53,6 +56,8 @@ def main() -> None:
 
     job, batches = build(arguments.pipeline, arguments.batch_size, arguments.image_size)
     batch = next(batches)
+    if arguments.cache:
+        job = dp.cache(job, batch, arguments.cache)
     cluster = Cluster.from_yaml(arguments.cluster) if arguments.cluster else Cluster.detect()
     plan = dp.plan(
         job,

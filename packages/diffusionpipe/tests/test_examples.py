@@ -51,8 +51,11 @@ def test_two_ranks_train_a_pipeline_that_generates(tmp_path):
     from diffusers import StableDiffusionPipeline
 
     words = ["--image-size", "16", "--batch-size", "4", "--steps", "4", "--placement", "folded"]
+    words += ["--cache", "cache"]
     printed = run([*TORCHRUN, EXAMPLES / "train_two_ranks.py", *words], tmp_path)
     assert len(read_losses(printed)) == 4
+    # Latents and text states of the profile's batch and of four steps.
+    assert len(list((tmp_path / "cache").glob("*/*.safetensors"))) == 2 * 5 * 4
     assert "rank 0 to 1" in printed
     pipeline = StableDiffusionPipeline.from_pretrained(tmp_path / "report/diffusionpipe/trained")
     pipeline.set_progress_bar_config(disable=True)

@@ -109,34 +109,6 @@ class JobProfile:
         """The profile as JSON."""
         return json.dumps({"version": _VERSION, **asdict(self)}, indent=1)
 
-    @classmethod
-    def from_json(cls, text: str) -> JobProfile:
-        """Reads what `to_json` wrote.
-
-        Raises:
-            DataError: it is no profile, of another version, or has other fields.
-        """
-        try:
-            tree = json.loads(text)
-        except ValueError as error:
-            raise DataError(
-                f"expected a profile as JSON, got {error}; do write it again by `diffusionpipe "
-                "profile`"
-            ) from error
-        return cls._from_tree(tree)
-
-    @classmethod
-    def _from_tree(cls, tree: Any) -> JobProfile:
-        version = tree.pop("version", None) if isinstance(tree, dict) else None
-        names = {field.name for field in fields(cls)}
-        if version != _VERSION or set(tree) != names:
-            raise DataError(
-                f"expected a profile of version {_VERSION} with the fields {', '.join(sorted(names))}"
-                f", got version {version}; do write it again by `diffusionpipe profile`"
-            )
-        chains = tuple(ChainProfile(**_freeze(chain)) for chain in tree.pop("chains"))
-        return cls(chains=chains, **_freeze(tree))
-
     def save(self, path: str | Path) -> None:
         """Writes the profile's JSON to a file, replaced at once."""
         write_atomically(path, self.to_json())
@@ -146,9 +118,19 @@ class JobProfile:
         """Reads a file of `save`.
 
         Raises:
-            DataError: there is none, or it is no profile.
+            DataError: there is none, or it is no profile of this version.
         """
-        return cls._from_tree(read_json(path, "a profile"))
+        tree = read_json(path, "a profile")
+        version = tree.pop("version", None) if isinstance(tree, dict) else None
+        names = {field.name for field in fields(cls)}
+        if version != _VERSION or set(tree) != names:
+            raise DataError(
+                f"{path}: expected a profile of version {_VERSION} with the fields "
+                f"{', '.join(sorted(names))}, got version {version}; do write it again by "
+                "`diffusionpipe profile`"
+            )
+        chains = tuple(ChainProfile(**_freeze(chain)) for chain in tree.pop("chains"))
+        return cls(chains=chains, **_freeze(tree))
 
 
 def _freeze(value: Any) -> Any:
