@@ -42,7 +42,7 @@ __all__ = [
 SEED, RATE = 0, 3e-4
 """Seed of all draws, and the learning rate."""
 _IMAGE_SIZE = 32
-_CHANNELS, _VAE_CHANNELS, _SMALL_VAE_CHANNELS = (64, 128), (16, 32, 32), (8, 8, 8)
+_CHANNELS, _VAE_CHANNELS, _SMALL_VAE_CHANNELS = (64, 128), (32, 48, 48), (8, 8, 8)
 _SIZES_BYTES = (4_000, 100_000, 1_000_000)
 """Messages by which a link is measured."""
 TOLERANCE = 1e-3
