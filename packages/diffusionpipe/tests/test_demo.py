@@ -5,10 +5,16 @@ import pytest
 from diffusionpipe import demo
 from diffusionpipe.demo import TrainedTurns
 from diffusionpipe.planner.plan import Action
-from diffusionpipe.runtime.records import RunReport
+from diffusionpipe.runtime.records import RunReport, StepTimes
 from shared.claims import faults, read_demo
 
-REPORT = RunReport(steps=((),), edges={}, predicted_s=0.0, predicted_edges={})
+
+def make_report(filled_s=0.1):
+    steps = tuple(
+        tuple(StepTimes(step, 0.0, filled_s=filled_s * rank) for step in range(4))
+        for rank in (0, 1)
+    )
+    return RunReport(steps=steps, edges={}, predicted_s=0.0, predicted_edges={})
 
 
 @pytest.mark.slow
@@ -28,8 +34,8 @@ def turns(**changes):
         "first_s": [1.5, 1.2, 1.32],
         "filled_losses": [0.5, 0.4, 0.3, 0.2],
         "first_losses": [0.5, 0.4, 0.3, 0.2],
-        "reference_loss": 0.5,
-        "reports": (REPORT, REPORT),
+        "reference_losses": [0.5, 0.4],
+        "reports": (make_report(), make_report()),
     }
     return TrainedTurns(**{**known, **changes})
 
@@ -39,8 +45,17 @@ def test_a_steps_claim_is_the_median_turn_and_right_where_losses_are_one_process
     assert (claim.ours, claim.baseline) == (1.1, 1.32)
     assert claim.ratio == pytest.approx(1.2)
     assert claim.correct
-    assert not demo.judge_training(turns(reference_loss=0.51)).correct
+    assert not demo.judge_training(turns(reference_losses=[0.51, 0.4])).correct
     assert not demo.judge_training(turns(first_losses=[0.5, 0.4, 0.31, 0.2])).correct
+
+
+def test_a_run_that_does_nothing_is_not_right():
+    """Weights that stay give other losses from the second step on; no frozen part takes no time."""
+    assert not demo.judge_training(turns(filled_losses=[0.5, 0.41, 0.3, 0.2])).correct
+    same = [0.5, 0.41, 0.3, 0.2]
+    assert not demo.judge_training(turns(filled_losses=same, first_losses=same)).correct
+    for reports in ((make_report(0), make_report()), (make_report(), make_report(0))):
+        assert not demo.judge_training(turns(reports=reports)).correct
 
 
 def test_sleeping_devices_are_right_near_the_prediction():

@@ -18,6 +18,7 @@ from .conftest import MODULES
 from .toy import make_plan
 
 BATCH, NUM_TOKENS, TEXT_DIM = 4, 5, 12
+UNET_MODULES = (*MODULES, "diffusers.models.unets.unet_2d_condition", "peft")
 SGD = partial(torch.optim.SGD, lr=0.1)
 DEVICES = {
     "chain": ("chain", [[0], [1]], 2, 1),
@@ -130,17 +131,23 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def pools():
-    modules = (*MODULES, "diffusers.models.unets.unet_2d_condition", "peft")
-    with RankPool(2, modules=modules) as pair, RankPool(4, modules=modules) as ranks:
-        yield {2: pair, 4: ranks}
+def unet_pair():
+    with RankPool(2, modules=UNET_MODULES) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def unet_ranks():
+    with RankPool(4, modules=UNET_MODULES) as pool:
+        yield pool
 
 
 @pytest.mark.parametrize(("name", "has_lora"), CASES)
-def test_weights_are_those_of_plain_diffusers_code(pools, name, has_lora):
+def test_weights_are_those_of_plain_diffusers_code(request, name, has_lora):
     expected_losses, expected = train_plainly(has_lora=has_lora)
     num_ranks = sum(map(len, DEVICES[name][1]))
-    results = pools[num_ranks].run(run, name, has_lora).results
+    pool = request.getfixturevalue({2: "unet_pair", 4: "unet_ranks"}[num_ranks])
+    results = pool.run(run, name, has_lora).results
     for found, weights in results:
         assert found == pytest.approx(expected_losses, rel=1e-6)
         for key, value in weights.items():

@@ -1,10 +1,12 @@
 """Weights after some steps are those of plain training, whatever the plan."""
 
+from dataclasses import replace
 from unittest import mock
 
 import pytest
 import torch
 
+from diffusionpipe.planner.plan import Action
 from diffusionpipe.runtime.engine import Engine
 from diffusionpipe.runtime.stages import StageCompute
 
@@ -15,6 +17,7 @@ from .toy import (
     make_batches,
     make_job,
     make_model,
+    make_plan,
     make_sgd,
     train_plainly,
 )
@@ -91,9 +94,16 @@ def test_the_previous_batchs_frozen_output_gives_other_weights(pair):
     assert measure_error(results, make_batches()) > 1e-3
 
 
-@pytest.mark.parametrize("last_rows", [BATCH - 1, 5, 1])
 @pytest.mark.parametrize(
-    "name", ["chain of 2", "folded 2", "data 2", "chain of 1, 2 and 1 replicas", "data 4"]
+    ("name", "last_rows"),
+    [
+        ("chain of 2", 1),
+        ("folded 2", 5),
+        ("data 2", 1),
+        ("data 4", 5),
+        ("chain of 1, 2 and 1 replicas", 1),
+        ("chain of 1, 2 and 1 replicas", BATCH - 1),
+    ],
 )
 def test_a_short_last_batch_counts_its_samples_only(pair, ranks, name, last_rows):
     batches = make_batches(3, last_rows)
@@ -220,3 +230,23 @@ def test_a_report_tells_bytes_by_edge_and_seconds_by_rank(pair):
     # Both stages need text, and latents: for the first input and for the target.
     frozen = 2 * row_bytes * BATCH // 2
     assert mine.edges == {(0, 1): between + frozen, (1, 0): between + frozen}
+
+
+def train_backward_order(batches):
+    """As `train`, with a rank that takes the last micro-batch first, against the order of sending."""
+    plan = make_plan("chain", [[0], [1]], 6)
+    orders = [[Action(kind, 0, m) for kind in ("forward", "backward") for m in range(6)], []]
+    for m in reversed(range(6)):
+        orders[1] += [Action("forward", 1, m), Action("backward", 1, m)]
+    encodes = [[a for a in own if a.kind == "encode"] for own in plan.order]
+    order = tuple(
+        (*own, *encode, Action("step")) for own, encode in zip(orders, encodes, strict=True)
+    )
+    engine = Engine(make_job(), replace(plan, order=order), make_sgd)
+    return list(engine.steps(batches))
+
+
+def test_messages_may_be_used_in_another_order_than_they_are_sent(pair):
+    losses, _ = train_plainly(make_batches())
+    for got in pair.run(train_backward_order, make_batches()).results:
+        assert got == pytest.approx(losses, rel=TOLERANCE)

@@ -63,8 +63,14 @@ def test_some_steps_predict_twice_and_some_once():
     assert 0 < sum(decided) < 5
 
 
-@pytest.mark.parametrize("name", CONDITIONED_PLANS)
-@pytest.mark.parametrize("last_rows", [BATCH, 5])
+@pytest.mark.parametrize(
+    ("name", "last_rows"),
+    [
+        *((name, BATCH) for name in CONDITIONED_PLANS),
+        ("folded 2", 5),
+        ("chain of 3 and 1 replicas", 5),
+    ],
+)
 def test_self_conditioned_weights_are_those_of_one_process(pair, ranks, name, last_rows):
     batches = make_batches(5, last_rows)
     expected = train_conditioned_plainly(batches)

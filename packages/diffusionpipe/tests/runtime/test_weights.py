@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,9 @@ from diffusionpipe.job.job import Job
 from diffusionpipe.planner.plan import Action, Plan
 from diffusionpipe.runtime.engine import Engine
 from diffusionpipe.runtime.weights import is_freed
-from shared.comms import Group
 from shared.errors import CommError, ConfigError
 
-from .toy import PLANS, make_batches, make_job, make_sgd
+from .toy import PLANS, encode_ids, make_batches, make_job, make_plan, make_sgd
 
 WIDTH, BATCH = 3072, 4
 LAYER_BYTES = 4 * WIDTH * WIDTH
@@ -140,53 +140,29 @@ def test_a_job_whose_weights_were_given_away_is_refused(pair):
         assert "an engine before this one has given them to other ranks" in text
 
 
-def read_unlike(step, change):
-    """Trains; rank 1's batch of a step is another one. What is told, and the steps done."""
-    engine = Engine(make_job(), PLANS["chain of 2"](), make_sgd)
-    batches = make_batches(3)
-    if Group.world().rank == 1:
-        change(batches, step)
-    with pytest.raises(CommError) as told:
-        list(engine.steps(batches))
-    return str(told.value), engine.step
+def share_frozen_parts():
+    """Two engines whose backbones are their own, but whose frozen part is one: rank 0 encodes nothing."""
+    frozen = nn.Linear(6, 6, bias=False).double().requires_grad_(False)
+    plan = make_plan("chain", [[0], [1]], 2)
+    orders = [[a for a in own if a.kind != "encode"] for own in plan.order]
+    encodes = [Action("encode", name=name, samples=(0, plan.batch_size)) for name in ("text", "z")]
+    plan = replace(plan, order=(tuple(orders[0]), (*encodes, *orders[1])))
+    jobs = [
+        make_job(frozen={"z": lambda batch: frozen(batch["pixels"]), "text": encode_ids})
+        for _ in range(2)
+    ]
+    engines = [Engine(job, plan, make_sgd) for job in jobs]
+    list(engines[0].steps(make_batches(1)))
+    with pytest.raises((ConfigError, CommError)) as told:
+        list(engines[1].steps(make_batches(1)))
+    return str(told.value), engines[1].step
 
 
-def swap(batches, step):
-    batches[step] = make_batches(step + 5)[-1]
-
-
-def change_ids(batches, step):
-    batches[step]["ids"] = (batches[step]["ids"] + 1) % 6
-
-
-def swap_rows(batches, step):
-    batches[step] = {name: value.roll(1, 0) for name, value in batches[step].items()}
-
-
-def shorten(batches, step):
-    batches[step] = {name: value[:-1] for name, value in batches[step].items()}
-
-
-def end(batches, step):
-    del batches[step:]
-
-
-@pytest.mark.parametrize(
-    ("step", "change"),
-    [
-        (0, swap),
-        (2, swap),
-        (1, change_ids),
-        (2, swap_rows),
-        (0, shorten),
-        (2, shorten),
-        (0, end),
-        (1, end),
-    ],
-)
-def test_unlike_batches_are_refused_in_every_step(pair, step, change):
-    for text, num_steps in pair.run(read_unlike, step, change).results:
-        assert f"batch of step {step}: expected the same batch on all ranks" in text
-        assert "on the ranks [1]" in text
-        # A batch is read a step ahead, and then no part of it is encoded.
-        assert num_steps == max(0, step - 1)
+def test_frozen_parts_that_an_engine_has_given_away_are_refused_by_name(pair):
+    first, second = pair.run(share_frozen_parts).results
+    assert (
+        "expected all weights before step 0, got none of frozen['z']: an engine before" in first[0]
+    )
+    assert "expected all ranks to be able to go on, got " in second[0]
+    assert "frozen['z']" in second[0]
+    assert (first[1], second[1]) == (0, 0)

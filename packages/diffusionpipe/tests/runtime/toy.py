@@ -11,7 +11,7 @@ from diffusionpipe.job.draws import Draw, decide
 from diffusionpipe.job.job import Job
 from diffusionpipe.job.layers import OUTPUT, ChainLayer
 from diffusionpipe.planner.plan import Action, Plan
-from diffusionpipe.planner.schedule import order_1f1b, order_by_events, order_opposite
+from diffusionpipe.planner.schedule import list_orders_by_events, order_1f1b, order_opposite
 
 WIDTH, DEPTH, BATCH = 6, 4, 12
 NUM_LAYERS = 2 * DEPTH + 1
@@ -255,7 +255,8 @@ def make_conditioned_plan(placement, devices, num_micro_batches=2, num_groups=1)
     device_of = [devices.index(list(ranks)) for ranks in plan.devices]
     ones = [1.0] * len(device_of)
     twos = [2.0] * len(device_of)
-    passes = order_by_events(device_of, ones, twos, num_micro_batches, has_estimate=True)
+    orders = list_orders_by_events(device_of, ones, twos, num_micro_batches, has_estimate=True)
+    passes = next(orders)
     order = []
     for rank, own in enumerate(plan.order):
         device = next(d for d, ranks in enumerate(devices) if rank in ranks)
@@ -289,7 +290,8 @@ def make_plan(
     if placement == "folded":
         devices_of = [*range(num_devices), *range(num_devices - 2, -1, -1)]
         ones = [1.0] * len(devices_of)
-        passes = order_by_events(devices_of, ones, [2.0] * len(ones), num_micro_batches)
+        twos = [2.0] * len(ones)
+        passes = next(list_orders_by_events(devices_of, ones, twos, num_micro_batches))
     else:
         passes = order_1f1b(num_devices, num_micro_batches)
         devices_of = list(range(num_devices))

@@ -37,7 +37,8 @@ def count_saved_bytes(chain: Chain, state: State) -> tuple[list[int], dict[str, 
                 seen.add(storage.data_ptr())
                 counts[index] += storage.nbytes()
                 alive.append(tensor.detach())
-            return tensor
+            # An output that its own backward keeps would else keep itself, and all weights, for ever.
+            return tensor.detach()
 
         with torch.enable_grad(), saved_tensors_hooks(pack, lambda tensor: tensor):
             read = {

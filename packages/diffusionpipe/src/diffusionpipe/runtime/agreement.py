@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,10 +14,24 @@ from torch import Tensor
 
 from diffusionpipe.runtime.stages.health import BadValues
 from shared.comms import Group, all_gather_v, all_reduce
-from shared.errors import CommError, DivergenceError
+from shared.comms.collectives import start_all_reduce
+from shared.errors import CommError, DataError, DivergenceError
 
-__all__ = ["add_losses", "check_alike", "check_batch", "exchange", "sketch_batch"]
+__all__ = [
+    "Form",
+    "add_losses",
+    "check_alike",
+    "check_form",
+    "compare_batches",
+    "describe_batch",
+    "exchange",
+    "sketch_batch",
+]
 
+Form = Mapping[str, Mapping[str, Any]]
+"""By entry of a batch what is known of it, by words that introduce it in an error."""
+
+_NOTHING = {"to be": "left out"}
 _CLOSE = 1e-2
 """Ranks may compute with unlike processors and types of products, which round differently."""
 _SKETCHED = 4096
@@ -72,13 +87,12 @@ def check_alike(
             )
 
 
-def check_batch(
+def compare_batches(
     group: Group | None, step: int, batch: Mapping[str, Any] | None, num_rows: int
-) -> None:
-    """Checks that all ranks read the same batch, before any of it is computed or sent.
+) -> Callable[[], None]:
+    """Starts to compare this rank's batch with the others'; every rank calls it.
 
-    It takes one sum of four numbers. Batches that differ in few samples, or in what is neither a
-    number nor a text, may pass.
+    Batches that differ in few samples, or in what is neither a number nor a text, may pass.
 
     Args:
         group: all ranks; None in one process.
@@ -86,33 +100,56 @@ def check_batch(
         batch: this rank's; None behind its last one.
         num_rows: its samples; 0 without a batch, -1 for a batch that this rank refuses.
 
-    Raises:
-        CommError: ranks differ; names the ranks that have another batch than rank 0.
+    Returns:
+        A function to be called before anything of the batch is sent. It waits, and raises CommError
+        where a rank died, or has another batch than rank 0.
     """
     if group is None:
-        return
-    sketch = 0.0 if batch is None else sketch_batch(batch)
-    mine = [float(num_rows), float(num_rows) ** 2, sketch, sketch**2]
-    told = torch.tensor(mine, dtype=torch.float64)
-    _add_up(group, told, step)
-    count = group.world_size
-    rows, square_rows, sketches, square_sketches = told.tolist()
-    # Both are the count's square times a variance: 0 where all ranks have the same.
-    is_long = count * square_rows - rows**2 == 0
-    if is_long and count * square_sketches - sketches**2 <= (count - 1) * _CLOSE_SKETCH**2:
-        return
-    every = exchange(group, [num_rows, sketch])
-    unlike = [
-        rank
-        for rank, one in enumerate(every)
-        if one[0] != every[0][0] or abs(one[1] - every[0][1]) > _CLOSE_SKETCH
-    ]
-    counts = sorted({max(rows, 0) for rows, _ in every})
-    raise CommError(
-        f"batch of step {step}: expected the same batch on all ranks, got another one on the ranks "
-        f"{unlike} than on rank 0 (numbers of samples: {', '.join(map(str, counts))}); hand all ranks "
-        "the same batches, as shuffled by one seed"
-    )
+        return lambda: None
+    # Each rank adds its own row to zeros.
+    rows = torch.zeros(group.world_size, 2, dtype=torch.float64)
+    rows[group.rank, 0] = num_rows
+    rows[group.rank, 1] = sketch_batch(batch) if batch and num_rows > 0 else 0.0
+    with _blame(group, step):
+        reduction = start_all_reduce(group, rows)
+
+    def wait() -> None:
+        with _blame(group, step):
+            reduction.wait()
+        alike = (rows - rows[0]).abs() <= torch.tensor([0.0, _CLOSE_SKETCH])
+        if alike.all():
+            return
+        unlike = [rank for rank, one in enumerate(alike.tolist()) if not all(one)]
+        counts = sorted({max(int(count), 0) for count in rows[:, 0].tolist()})
+        raise CommError(
+            f"batch of step {step}: expected the same batch on all ranks, got another one on the "
+            f"ranks {unlike} than on rank 0 (numbers of samples: {', '.join(map(str, counts))}); "
+            "hand all ranks the same batches, as shuffled by one seed"
+        )
+
+    return wait
+
+
+def describe_batch(batch: Mapping[str, Any]) -> Form:
+    """What each entry of a batch is, but for its number of rows."""
+    return {name: _describe_entry(value) for name, value in sorted(batch.items())}
+
+
+def check_form(form: Form, first: Form, step: int) -> None:
+    """Checks that a batch has the form of the first one, by which messages were laid out.
+
+    Raises:
+        DataError: an entry is missing or new, or its samples have another shape or type; names it.
+    """
+    for name in sorted(form.keys() | first.keys()):
+        ours, theirs = form.get(name, _NOTHING), first.get(name, _NOTHING)
+        for what, expected in theirs.items():
+            if ours.get(what, expected) != expected:
+                raise DataError(
+                    f"batch of step {step}: expected {name} {what} {expected} as in the first batch, "
+                    f"got {ours[what]}; make all batches alike, or plan for each kind and train it "
+                    "with an engine of its own"
+                )
 
 
 def sketch_batch(batch: Mapping[str, Any]) -> float:
@@ -124,8 +161,7 @@ def sketch_batch(batch: Mapping[str, Any]) -> float:
     total = 0.0
     for place, name in enumerate(sorted(batch), start=1):
         value = batch[name]
-        is_numeric = getattr(getattr(value, "dtype", None), "kind", "") in set("biuf")
-        if is_numeric or isinstance(value, Tensor):
+        if _is_numeric(value):
             flat = torch.as_tensor(value).detach().reshape(-1)
             spread = flat[:: max(1, len(flat) // _SKETCHED)].cpu()
             is_real = spread.is_floating_point()
@@ -133,7 +169,7 @@ def sketch_batch(batch: Mapping[str, Any]) -> float:
         else:
             known = (one for one in value if isinstance(one, str | int | float))
             total += place * _sum_bytes("\n".join(map(str, known)).encode())
-    return total
+    return total + _sum_bytes(json.dumps(describe_batch(batch)).encode())
 
 
 def add_losses(group: Group | None, step: int, loss: float, problems: Sequence[BadValues]) -> float:
@@ -153,19 +189,23 @@ def add_losses(group: Group | None, step: int, loss: float, problems: Sequence[B
         CommError: a peer died or the timeout passed.
     """
     # NaN spoils a sum, so problems are counted beside it.
-    told = torch.tensor([loss, float(len(problems))], dtype=torch.float64)
+    numbers = torch.tensor([loss, float(len(problems))], dtype=torch.float64)
     if group is not None:
-        _add_up(group, told, step)
-    if not told[1] and told[0].isfinite():
-        return float(told[0])
+        with _blame(group, step):
+            all_reduce(group, numbers)
+    total, num_problems = numbers.tolist()
+    if not num_problems and math.isfinite(total):
+        return total
     every = [BadValues(*one) for own in exchange(group, problems) for one in own]
-    raise DivergenceError(_describe(step, float(told[0]), every))
+    raise DivergenceError(_describe(step, total, every))
 
 
-def _add_up(group: Group, numbers: Tensor, step: int) -> None:
+@contextmanager
+def _blame(group: Group, step: int) -> Iterator[None]:
+    """Counts what is sent as agreement, and notes in errors where this rank was."""
     try:
         with group.ledger.phase("agreement"):
-            all_reduce(group, numbers)
+            yield
     except CommError as error:
         # In a note, as the ledger keeps a cell for each phase.
         error.add_note(f"rank {group.rank} was at the agreement in step {step}")
@@ -194,6 +234,31 @@ def _describe(step: int, loss: float, problems: Sequence[BadValues]) -> str:
     return (
         f"step {step}: expected finite numbers, got NaN or infinity in {where}{rows}; no weight was "
         "changed: look at these samples, lower the learning rate or use a wider type"
+    )
+
+
+def _is_numeric(value: Any) -> bool:
+    kind = getattr(getattr(value, "dtype", None), "kind", "")
+    return isinstance(value, Tensor) or kind in set("biuf")
+
+
+def _describe_entry(value: Any) -> dict[str, Any]:
+    if _is_numeric(value):
+        kind = str(value.dtype).removeprefix("torch.")
+        return {"to be": "a tensor", "of shape": list(value.shape[1:]), "of type": kind}
+    kinds = sorted({_name_kind(one) for one in value if one is not None})
+    return {"to be": f"a list of {' and '.join(kinds)}"}
+
+
+def _name_kind(value: Any) -> str:
+    if isinstance(value, str):
+        return "texts"
+    return (
+        "tensors"
+        if _is_numeric(value)
+        else "numbers"
+        if isinstance(value, int | float)
+        else "objects"
     )
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -20,7 +21,14 @@ from torch import nn
 from diffusionpipe.job.draws import decide
 from diffusionpipe.job.job import Batch, Job
 from diffusionpipe.planner.plan import Plan
-from diffusionpipe.runtime.agreement import add_losses, check_alike, check_batch
+from diffusionpipe.runtime.agreement import (
+    Form,
+    add_losses,
+    check_alike,
+    check_form,
+    compare_batches,
+    describe_batch,
+)
 from diffusionpipe.runtime.checkpoint import load_state, save_state
 from diffusionpipe.runtime.executor import Executor
 from diffusionpipe.runtime.instructions import Program, check_splits, compile_programs
@@ -29,7 +37,7 @@ from diffusionpipe.runtime.records import RunReport, collect_report
 from diffusionpipe.runtime.stages import BadValues, GradientSums, StageCompute, Trace, trace_job
 from diffusionpipe.runtime.weights import WeightShares
 from shared.comms import Group
-from shared.errors import ConfigError, DataError, MeshyardError
+from shared.errors import CommError, ConfigError, DataError, MeshyardError
 
 __all__ = ["Engine"]
 
@@ -43,6 +51,15 @@ class _Running(NamedTuple):
     compute: StageCompute
     sums: GradientSums
     links: Links
+    form: Form
+
+
+class _Read(NamedTuple):
+    """A batch, its number of samples, and what waits until all ranks are known to have read it too."""
+
+    batch: Batch | None
+    num_rows: int
+    agree: Callable[[], None]
 
 
 class Engine:
@@ -115,7 +132,7 @@ class Engine:
             A step's loss: the mean over the batch, the same on every rank.
 
         Raises:
-            DataError: a batch is empty, or has more samples than the plan's.
+            DataError: a batch is empty, has more samples than the plan's, or is unlike the first one.
             DivergenceError: the loss or a gradient is NaN or infinite; names the step, stage and
                 samples. No weight was changed.
             CommError: a rank died or the timeout passed; names the ranks, stages and micro-batch. Or
@@ -123,23 +140,29 @@ class Engine:
             ConfigError: the plan does not fit the job's values.
         """
         stream = iter(batches)
-        batch, num_rows = self._read(stream, self.step)
-        if batch is None:
+        current = self._read(stream, self.step)
+        current.agree()
+        if current.batch is None:
             return
-        running = self._running = self._running or self._build(batch)
+        running = self._running = self._running or self._build(current.batch)
         executor, compute = running.executor, running.compute
         executor.recorder.begin(-1)
-        compute.begin(self.step - 1, None, batch)
-        executor.encode_ahead(num_rows)
-        while batch is not None:
-            following, num_next = self._read(stream, self.step + 1)
+        compute.begin(self.step - 1, None, current.batch)
+        executor.encode_ahead(current.num_rows)
+        while current.batch is not None:
+            following = self._read(stream, self.step + 1)
             executor.recorder.begin(self.step)
-            compute.begin(self.step, batch, following)
-            executor.run(num_rows, num_next or None, program=int(self._is_estimating()))
+            compute.begin(self.step, current.batch, following.batch)
+            executor.run(
+                current.num_rows,
+                following.num_rows or None,
+                program=int(self._is_estimating()),
+                agree=following.agree,
+            )
             loss = self._update(running)
             executor.recorder.end()
             self.step += 1
-            batch, num_rows = following, num_next
+            current = following
             yield loss
 
     def save(self, folder: str | os.PathLike[str]) -> None:
@@ -208,18 +231,32 @@ class Engine:
             self._control, running.executor.recorder, running.links.sent_bytes, self.plan
         )
 
-    def _read(self, stream: Iterator[Batch], step: int) -> tuple[Batch | None, int]:
-        """Reads the batch of a step, and its number of samples: 0 behind the last."""
-        batch = next(stream, None)
-        count = 0 if batch is None else self.job.num_samples(batch)
-        is_wrong = batch is not None and not 0 < count <= self.plan.batch_size
-        check_batch(self._control, step, batch, -1 if is_wrong else count)
-        if is_wrong:
+    def _read(self, stream: Iterator[Batch], step: int) -> _Read:
+        """Reads the batch of a step, and starts to compare it with other ranks'."""
+        batch, num_rows, problem = next(stream, None), 0, None
+        try:
+            if batch is not None:
+                num_rows = self._count_rows(batch, step)
+        except DataError as error:
+            problem = error
+        agree = compare_batches(self._control, step, batch, -1 if problem else num_rows)
+        if problem is not None:
+            # So that ranks whose batch is right end too.
+            with suppress(CommError):
+                agree()
+            raise problem
+        return _Read(batch, num_rows, agree)
+
+    def _count_rows(self, batch: Batch, step: int) -> int:
+        count = self.job.num_samples(batch)
+        if not 0 < count <= self.plan.batch_size:
             raise DataError(
                 f"batch of step {step}: expected 1 to {self.plan.batch_size} samples, the plan's "
                 f"batch, got {count}; cut batches to that size, or plan for larger ones"
             )
-        return batch, count
+        if self._running is not None:
+            check_form(describe_batch(batch), self._running.form, step)
+        return count
 
     def _update(self, running: _Running) -> float:
         """Agrees on the loss and changes this rank's weights."""
@@ -242,12 +279,13 @@ class Engine:
         problem, trace, programs = None, None, []
         sizes: dict[str, float] = {}
         try:
-            rows = self._check_job(batch)
+            rows = self.job.take(batch, range(min(2, self.job.num_samples(batch))))
+            self._weights.add_frozen(rows)
+            self._check_job(rows)
             trace = trace_job(self.job, rows)
             # Loaded weights are those of this rank's stages only, so results may differ.
             sizes = trace.frozen_sizes | ({} if self._is_loaded else trace.result_sizes)
             programs = self._compile(trace)
-            self._weights.add_frozen(rows)
         except MeshyardError as error:
             problem = error
         check_alike(self._control, sizes, problem)
@@ -262,11 +300,10 @@ class Engine:
         compute = StageCompute(self.job, trace.flow, stages, own, sums, self.seed)
         links = Links(programs, trace.shapes, plan.batch_size)
         executor = Executor(programs, stages, links, compute)
-        return _Running(executor, compute, sums, links)
+        return _Running(executor, compute, sums, links, describe_batch(batch))
 
-    def _check_job(self, batch: Batch) -> Batch:
-        """Checks the job on two rows of the first batch, and returns these."""
-        rows = self.job.take(batch, range(min(2, self.job.num_samples(batch))))
+    def _check_job(self, rows: Batch) -> None:
+        """Checks the job on the first rows of the first batch."""
         if self.job.num_samples(rows) > 1:
             self.job.check(rows, seed=self.seed)
         elif self.plan.batch_size > 1:
@@ -274,7 +311,6 @@ class Engine:
                 "first batch: expected two samples or more, by which shapes of values are learned, "
                 "got 1; begin with a whole batch"
             )
-        return rows
 
     def _compile(self, trace: Trace) -> list[Program]:
         """This rank's programs: of a plain step, and of one with self-conditioning."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -74,11 +74,11 @@ class Executor:
         self._program, self._number = self._programs[0], 0
         self._num_rows = 0
         self._num_next: int | None = None
+        self._agree: Callable[[], None] | None = None
         self._frozen = self._ahead = FrozenRows()
-        # By backbone (or _ESTIMATES), micro-batch and key: values until their last reader here has
+        # By backbone (or _ESTIMATES), micro-batch and key: a value for each reader here that has not
         # run, and gradients that readers here have added up for the writer.
-        self._values: dict[tuple[int, int, str], Tensor] = {}
-        self._num_unread: dict[tuple[int, int, str], int] = {}
+        self._values: dict[tuple[int, int, str], list[Tensor]] = {}
         self._gradients: dict[tuple[int, int, str], Tensor] = {}
         self._estimates: dict[int, Tensor] = {}
         # By program and place: steps in which frozen jobs found a wait, less those in which they did not.
@@ -90,56 +90,84 @@ class Executor:
         Args:
             num_next: rows of that batch.
         """
-        self._begin(0, 0, num_next, None)
+        self._begin(0, 0, num_next, None, lambda: None)
+        self._open()
         for instruction in self._program.instructions:
             if instruction.action.kind == "encode":
                 self._encode(instruction)
         self._links.finish()
 
-    def run(self, num_rows: int, num_next: int | None, *, program: int = 0) -> None:
+    def run(
+        self,
+        num_rows: int,
+        num_next: int | None,
+        *,
+        program: int = 0,
+        agree: Callable[[], None] = lambda: None,
+    ) -> None:
         """Runs a step up to the update.
 
         Args:
             num_rows: of the batch, whose frozen outputs were encoded before.
             num_next: of the next batch; None behind the last.
             program: index of the program.
+            agree: waits until all ranks are known to have the same next batch. It is called behind
+                the first pass, or before the first wait for a message: so it hardly takes time.
 
         Raises:
             CommError: another rank died or the timeout passed; names the edge, and in a note this
-                rank's action.
+                rank's action. Or what `agree` raises, and then nothing was sent.
         """
-        self._begin(program, num_rows, num_next, num_rows)
+        self._begin(program, num_rows, num_next, num_rows, agree)
         late: list[Instruction] = []
-        place, is_late, was_encode = "the start", False, False
+        action, is_late, was_encode = self._program.instructions[0].action, False, False
         try:
             for index, instruction in enumerate(self._program.instructions):
-                place = describe_action(instruction.action)
+                action = instruction.action
+                if index or instruction.receives:
+                    self._open()
                 self._links.look_ahead(index)
                 # Decided once for jobs in a row, before the first.
-                is_encode = instruction.action.kind == "encode"
+                is_encode = action.kind == "encode"
                 is_late = is_encode and (is_late if was_encode else self._is_late(index))
                 was_encode = is_encode
                 if is_late:
                     late.append(instruction)
                 else:
                     self._run(instruction, late)
-            with self.recorder.time("wait", name="messages to be sent"):
-                self._links.finish()
+            self._wait("messages to be sent", self._links.finish)
         except MeshyardError as error:
             step = self.recorder.current.step
+            place = describe_action(action)
             error.add_note(f"rank {self._program.rank} was at {place} in step {step}")
             raise
 
     def _begin(
-        self, program: int, num_rows: int, num_next: int | None, num_passing: int | None
+        self,
+        program: int,
+        num_rows: int,
+        num_next: int | None,
+        num_passing: int | None,
+        agree: Callable[[], None] | None,
     ) -> None:
         self._program, self._number = self._programs[program], program
-        self._num_rows, self._num_next = num_rows, num_next
+        self._num_rows, self._num_next, self._agree = num_rows, num_next, agree
         self._frozen, self._ahead = self._ahead, FrozenRows()
         for known in (self._values, self._gradients, self._estimates):
             known.clear()
         for message in self._links.begin(self._program, num_passing, num_next):
             self._ahead.expect(self._links.cut_ranges(message), self._links.receive(message))
+
+    def _open(self) -> None:
+        """Waits for the agreement, once, and lets messages go."""
+        if self._agree is not None:
+            self._wait("the same next batch", self._agree)
+            self._agree = None
+            self._links.open()
+
+    def _wait(self, name: str, wait: Callable[[], None]) -> None:
+        with self.recorder.time("wait", name=name):
+            wait()
 
     def _run(self, instruction: Instruction, late: Sequence[Instruction]) -> None:
         kind = instruction.action.kind
@@ -249,12 +277,10 @@ class Executor:
             )
         for key, tensor in results.items():
             self._add_gradient(flow.backbone, micro_batch, key, tensor)
-        sent: set[str] = set()
         for message in instruction.sends:
             totals = {key: self._gradients[flow.backbone, micro_batch, key] for key in message.keys}
             self._send(message, rows, totals)
-            sent.update(message.keys)
-        for key in sent:
+        for key in {key for message in instruction.sends for key in message.keys}:
             del self._gradients[flow.backbone, micro_batch, key]
 
     def _scale(self, instruction: Instruction) -> Rows:
@@ -268,6 +294,7 @@ class Executor:
         ranges = self._links.cut_ranges(message)
         if not ranges:
             return
+        self._open()
         own = {key: tensors[key] for key in message.keys}
         # Only whole values may have another shape than a row a sample.
         if ranges != [rows]:
@@ -279,17 +306,12 @@ class Executor:
         # Only a job of one backbone estimates, whose number is 0.
         num_readers = self._program.num_readers.get((max(space, 0), key), 0)
         if num_readers:
-            self._values[space, micro_batch, key] = value
-            self._num_unread[space, micro_batch, key] = num_readers
+            self._values[space, micro_batch, key] = [value] * num_readers
         elif key == OUTPUT and self._reads_estimates:
             self._estimates[micro_batch] = value
 
     def _read(self, space: int, micro_batch: int, key: str) -> Tensor:
-        value = self._values[space, micro_batch, key]
-        self._num_unread[space, micro_batch, key] -= 1
-        if not self._num_unread[space, micro_batch, key]:
-            del self._values[space, micro_batch, key]
-        return value
+        return self._values[space, micro_batch, key].pop()
 
     def _add_gradient(self, backbone: int, micro_batch: int, key: str, value: Tensor) -> None:
         known = self._gradients.get((backbone, micro_batch, key))

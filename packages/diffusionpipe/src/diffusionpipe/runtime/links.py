@@ -12,7 +12,8 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -20,32 +21,48 @@ from torch import Tensor
 
 from diffusionpipe.planner.plan import Plan
 from diffusionpipe.runtime.instructions import Program, Rows, ValueMessage, name_lane, scale_rows
-from diffusionpipe.runtime.shapes import Shapes, ValueShape, pack, unpack
+from diffusionpipe.runtime.shapes import Shapes, pack, unpack
 from shared.comms import Group, PendingRounds, Round, post_rounds
 from shared.comms.courier import connect
+from shared.errors import DataError
 
-__all__ = ["Links", "group_replicas"]
+__all__ = ["Links", "QueuedMessage", "group_replicas", "queue_messages"]
 
 _RECEIVING_ACTIONS_AHEAD = 2
-_OPS = ("values", "gradients", "frozen")
-"""Names of messages in the ledger, which all groups of a process share."""
 
 
-class _Queued(NamedTuple):
-    """A message, and the first instruction that waits for it or for one behind it in its lane."""
+class QueuedMessage(NamedTuple):
+    """A message in its lane.
+
+    Attributes:
+        message: that is sent or received.
+        deadline: first instruction that waits for it or for one behind it in the lane.
+    """
 
     message: ValueMessage
     deadline: int
 
 
-_Layout = tuple[list[int], dict[tuple[int, str], deque[_Queued]], list[ValueMessage]]
+_Lane = tuple[int, str]
+_Layout = list[tuple[str, tuple[int, ...], torch.dtype]]
 
 
-class _Incoming(NamedTuple):
-    pending: PendingRounds
-    buffer: Tensor
-    layout: list[tuple[tuple[int, ...], torch.dtype]]
-    keys: tuple[str, ...]
+class _Traffic(NamedTuple):
+    """A program's messages for certain numbers of rows.
+
+    Attributes:
+        ranges: by number, the rows of the step's batch that a message carries, without empty ones.
+        layouts: by number, a message's values: the types with the most bytes first.
+        queues: messages of each lane.
+        frozen: messages of frozen outputs that this rank receives.
+        receiving: instructions that receive.
+    """
+
+    ranges: dict[int, list[Rows]]
+    layouts: dict[int, _Layout]
+    queues: dict[_Lane, list[QueuedMessage]]
+    frozen: list[ValueMessage]
+    receiving: list[int]
 
 
 class Links:
@@ -70,6 +87,7 @@ class Links:
             CommError: a peer does not connect within the timeout.
         """
         self.rank, self.shapes, self.batch_size = programs[0].rank, shapes, batch_size
+        self.sent_bytes: Counter[int] = Counter()
         self._groups: dict[int, Group] = {}
         for pair in sorted({pair for program in programs for pair in program.edges}):
             # Every rank of the world takes part in making a group, in the same order.
@@ -78,23 +96,21 @@ class Links:
                 lanes = {lane for program in programs for lane in program.edges.get(pair, ())}
                 connect(group, sorted(lanes))
                 self._groups[pair[1] if self.rank == pair[0] else pair[0]] = group
-        self.sent_bytes: Counter[int] = Counter()
-        self._sent_before: Counter[int] = Counter()
         # By program, which lives as long, and numbers of rows.
         self._programs = list(programs)
-        self._layouts: dict[tuple[int, int | None, int | None], _Layout] = {}
-        self._receiving: list[int] = []
-        self._rows: dict[str, int | None] = {}
-        self._queues: dict[tuple[int, str], deque[_Queued]] = {}
+        self._known: dict[tuple[int, int | None, int | None], _Traffic] = {}
+        self._traffic = _Traffic({}, {}, {}, [], [])
+        self._queues: dict[_Lane, deque[QueuedMessage]] = {}
         self._outgoing: dict[int, list[Tensor]] = {}
-        self._incoming: dict[int, _Incoming] = {}
+        # Receives under way, and the values that they fill.
+        self._incoming: dict[int, tuple[PendingRounds, dict[str, Tensor]]] = {}
         self._sending: list[PendingRounds] = []
-        self._window = -1
+        self._window, self._is_open = -1, False
 
     def begin(
         self, program: Program, num_rows: int | None, num_next_rows: int | None
     ) -> list[ValueMessage]:
-        """Begins a step; the receives of frozen outputs are posted at once.
+        """Begins a step; nothing is sent or received before `open`.
 
         Args:
             program: what this rank runs.
@@ -104,28 +120,22 @@ class Links:
         Returns:
             Messages of frozen outputs that this rank will receive.
         """
-        self._rows = {"values": num_rows, "gradients": num_rows, "frozen": num_next_rows}
-        self._incoming, self._window = {}, -1
-        self._sent_before = self._read_sent_bytes()
         key = id(program), num_rows, num_next_rows
-        if key not in self._layouts:
-            self._layouts[key] = self._lay_out(program)
-        self._receiving, queues, expected = self._layouts[key]
-        self._queues = {lane: deque(queued) for lane, queued in queues.items()}
+        if key not in self._known:
+            self._known[key] = self._lay_out(program, num_rows, num_next_rows)
+        self._traffic = self._known[key]
+        self._queues = {lane: deque(queued) for lane, queued in self._traffic.queues.items()}
+        self._incoming, self._window, self._is_open = {}, -1, False
+        return self._traffic.frozen
+
+    def open(self) -> None:
+        """Lets messages go; the receives of frozen outputs are posted at once."""
+        self._is_open = True
         self._post()
-        return expected
 
     def cut_ranges(self, message: ValueMessage) -> list[Rows]:
-        """Rows of this step's batch that a message carries, without empty ranges."""
-        num_rows = self._rows[message.kind]
-        if num_rows is None:
-            return []
-        scaled = [scale_rows(rows, self.batch_size, num_rows) for rows in message.ranges]
-        return [rows for rows in scaled if rows[0] < rows[1]]
-
-    def count_rows(self, message: ValueMessage) -> int:
-        """Number of rows of this step's batch that a message carries; one without any is not sent."""
-        return sum(stop - first for first, stop in self.cut_ranges(message))
+        """Rows of this step's batch that a message carries; one without any is not sent."""
+        return self._traffic.ranges[message.number]
 
     def look_ahead(self, index: int) -> None:
         """Posts the receives of the next receiving actions.
@@ -133,21 +143,37 @@ class Links:
         Args:
             index: of the instruction that is about to run.
         """
-        at = bisect_left(self._receiving, index) + _RECEIVING_ACTIONS_AHEAD - 1
-        if self._receiving:
-            self._window = self._receiving[min(at, len(self._receiving) - 1)]
-        self._post()
+        receiving = self._traffic.receiving
+        if receiving:
+            at = bisect_left(receiving, index) + _RECEIVING_ACTIONS_AHEAD - 1
+            self._window = receiving[min(at, len(receiving) - 1)]
+            self._post()
 
-    def send(self, message: ValueMessage, tensors: dict[str, Tensor]) -> None:
+    def send(self, message: ValueMessage, tensors: Mapping[str, Tensor]) -> None:
         """Sends values and returns at once; they must not be written to before `finish`.
 
         Args:
-            message: as the program has it.
-            tensors: at least the message's values, with the rows that the message carries.
+            message: as the program has it, of some rows.
+            tensors: at least the message's values, with these rows.
+
+        Raises:
+            DataError: a value has another shape or type than in the first batch; names it.
         """
-        if self.count_rows(message):
-            self._outgoing[message.number] = [tensors[key] for key in self._order_keys(message)]
-            self._post()
+        own = []
+        for key, shape, dtype in self._traffic.layouts[message.number]:
+            value = tensors[key]
+            if value.shape != shape or value.dtype != dtype:
+                raise DataError(
+                    f"{message.label}: expected {key} of shape {list(shape)} and {dtype}, as in the "
+                    f"first batch, got {list(value.shape)} and {value.dtype}; let shapes not depend "
+                    "on values, as by padding texts to one length"
+                )
+            own.append(value)
+            self.sent_bytes[message.receiver] += value.nbytes
+        self._outgoing[message.number] = own
+        # What has arrived gives its memory back.
+        self._sending = [one for one in self._sending if math.isnan(one.round_s[0])]
+        self._post()
 
     def take(self, message: ValueMessage) -> dict[str, Tensor]:
         """Waits for a message and returns its values; none if it carries no rows.
@@ -155,25 +181,25 @@ class Links:
         Raises:
             CommError: the sender died or the timeout passed; names rank, edge and micro-batch.
         """
-        return self.receive(message)() if self.count_rows(message) else {}
+        return self.receive(message)() if self.cut_ranges(message) else {}
 
     def receive(self, message: ValueMessage) -> Callable[[], dict[str, Tensor]]:
         """Returns a function that waits for a message; it may be called in a later step."""
         incoming = self._incoming  # this step's: numbers are used again in the next
 
         def wait() -> dict[str, Tensor]:
-            pending, buffer, layout, keys = incoming.pop(message.number)
+            pending, values = incoming.pop(message.number)
             pending.wait(0)
-            return dict(zip(keys, unpack(buffer, layout), strict=True))
+            return values
 
         return wait
 
     def has_arrived(self, message: ValueMessage) -> bool:
         """Whether waiting for a message would take no time; False where that is not known."""
-        if not self.count_rows(message):
+        if not self.cut_ranges(message):
             return True
         incoming = self._incoming.get(message.number)
-        return incoming is not None and not math.isnan(incoming.pending.round_s[0])
+        return incoming is not None and not math.isnan(incoming[0].round_s[0])
 
     def finish(self) -> None:
         """Waits until everything is sent.
@@ -186,44 +212,38 @@ class Links:
         for pending in self._sending:
             pending.wait_all()
         self._sending = []
-        self.sent_bytes += self._read_sent_bytes() - self._sent_before
 
-    def _lay_out(self, program: Program) -> _Layout:
-        """Where receives stand, each lane's messages, and frozen outputs to come, for a batch's rows."""
-        receiving = [i for i, one in enumerate(program.instructions) if one.receives]
-        expected: list[ValueMessage] = []
-        queues: dict[tuple[int, str], deque[_Queued]] = {}
-        # From the last to the first, as a message is needed for those behind it in its lane.
-        for message in reversed(program.messages):
-            if not self.count_rows(message):
-                continue
-            is_sent = message.sender == self.rank
-            peer = message.receiver if is_sent else message.sender
-            # Over NCCL the lanes of a pair are one communicator, and so one order.
-            lane = "" if self._groups[peer].backend == "nccl" else name_lane(message)
-            queue = queues.setdefault((peer, lane), deque())
-            needed_at = message.sent_by if is_sent else message.used_by
-            deadline = min(needed_at, queue[0].deadline) if queue else needed_at
-            queue.appendleft(_Queued(message, deadline))
-            if message.kind == "frozen" and not is_sent:
-                expected.append(message)
-        return receiving, queues, expected[::-1]
+    def _lay_out(self, program: Program, num_rows: int | None, num_next: int | None) -> _Traffic:
+        shapes, ranges, layouts = self.shapes, {}, {}
+        for message in program.messages:
+            count = num_next if message.kind == "frozen" else num_rows
+            scaled = [scale_rows(rows, self.batch_size, count or 0) for rows in message.ranges]
+            ranges[message.number] = own = [rows for rows in scaled if rows[0] < rows[1]]
+            table = shapes.frozen if message.kind == "frozen" else shapes.values[message.backbone]
+            carried = sum(stop - first for first, stop in own)
+            values = [(key, table[key].of(carried), table[key].dtype) for key in message.keys]
+            layouts[message.number] = sorted(values, key=lambda one: -one[2].itemsize)
+        messages = [one for one in program.messages if ranges[one.number]]
+        return _Traffic(
+            ranges,
+            layouts,
+            queue_messages(messages, self.rank, self.find_lane),
+            [one for one in messages if one.kind == "frozen" and one.receiver == self.rank],
+            [i for i, one in enumerate(program.instructions) if one.receives],
+        )
 
-    def _read_sent_bytes(self) -> Counter[int]:
-        """Bytes by rank that this process sent in messages, of other engines too."""
-        sent: Counter[int] = Counter()
-        for group in list(self._groups.values())[:1]:
-            for (op, peer, _), cell in group.ledger.snapshot().cells.items():
-                sent[peer] += cell.sent_bytes if op in _OPS else 0
-        return sent
+    def find_lane(self, message: ValueMessage) -> _Lane:
+        """The peer and the lane; over NCCL the lanes of a pair are one communicator, and one order."""
+        peer = message.receiver if message.sender == self.rank else message.sender
+        return peer, "" if self._groups[peer].backend == "nccl" else name_lane(message)
 
     def _post(self) -> None:
         """Posts from each lane all messages up to the first that is not ready."""
-        for (peer, lane), queue in self._queues.items():
+        for lane, queue in self._queues.items() if self._is_open else ():
             while queue and self._is_ready(queue[0]):
-                self._post_message(queue.popleft().message, peer, lane)
+                self._post_message(queue.popleft().message, *lane)
 
-    def _is_ready(self, queued: _Queued) -> bool:
+    def _is_ready(self, queued: QueuedMessage) -> bool:
         if queued.message.sender == self.rank:
             return queued.message.number in self._outgoing
         return queued.deadline <= self._window
@@ -232,32 +252,51 @@ class Links:
         group = self._groups[peer]
         other = group.ranks.index(peer)
         options = {"op": message.kind} | ({"lane": lane} if lane else {})
+        send = recv = None
         if message.sender == self.rank:
             tensors = self._outgoing.pop(message.number)
             # Several values are packed by the courier's thread, beside this one's computation.
-            payload = pack(tensors) if len(tensors) == 1 else lambda: pack(tensors)
-            item = Round(send_to=other, send=payload, recv_from=other, recv=None)
-            self._sending.append(post_rounds(group, [item], message.label, **options))
-            return
-        keys, shapes, num_rows = (
-            self._order_keys(message),
-            self._table(message),
-            self.count_rows(message),
-        )
-        layout = [(shapes[key].of(num_rows), shapes[key].dtype) for key in keys]
-        num_bytes = sum(shapes[key].count_bytes(num_rows) for key in keys)
-        buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self.shapes.device)
-        item = Round(send_to=other, send=None, recv_from=other, recv=buffer)
+            send = pack(tensors) if len(tensors) == 1 else partial(pack, tensors)
+        else:
+            recv, values = make_buffer(self._traffic.layouts[message.number], self.shapes.device)
+        item = Round(send_to=other, send=send, recv_from=other, recv=recv)
         pending = post_rounds(group, [item], message.label, **options)
-        self._incoming[message.number] = _Incoming(pending, buffer, layout, keys)
+        if recv is None:
+            self._sending.append(pending)
+        else:
+            self._incoming[message.number] = pending, values
 
-    def _table(self, message: ValueMessage) -> Mapping[str, ValueShape]:
-        shapes = self.shapes
-        return shapes.frozen if message.kind == "frozen" else shapes.values[message.backbone]
 
-    def _order_keys(self, message: ValueMessage) -> tuple[str, ...]:
-        shapes = self._table(message)
-        return tuple(sorted(message.keys, key=lambda key: -shapes[key].dtype.itemsize))
+def make_buffer(layout: _Layout, device: torch.device) -> tuple[Tensor, dict[str, Tensor]]:
+    """A tensor for a message that `pack` made, and the values in it."""
+    keys, shapes = [key for key, *_ in layout], [(shape, dtype) for _, shape, dtype in layout]
+    if len(layout) == 1:
+        buffer = torch.empty(shapes[0][0], dtype=shapes[0][1], device=device)
+        return buffer, {keys[0]: buffer}
+    num_bytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes)
+    buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    return buffer, dict(zip(keys, unpack(buffer, shapes), strict=True))
+
+
+def queue_messages(
+    messages: Iterable[ValueMessage], rank: int, find_lane: Callable[[ValueMessage], _Lane]
+) -> dict[_Lane, list[QueuedMessage]]:
+    """Lines up each lane's messages, with the instruction by which each must be posted.
+
+    Args:
+        messages: that a rank sends and receives, in the global order.
+        rank: the rank.
+        find_lane: gives a message's lane.
+    """
+    queues: dict[_Lane, list[QueuedMessage]] = {}
+    # From the last to the first, as a message is needed for those behind it in its lane.
+    for message in reversed(list(messages)):
+        queue = queues.setdefault(find_lane(message), [])
+        needed_at = message.sent_by if message.sender == rank else message.used_by
+        queue.append(
+            QueuedMessage(message, min(needed_at, queue[-1].deadline) if queue else needed_at)
+        )
+    return {lane: queue[::-1] for lane, queue in queues.items()}
 
 
 def group_replicas(plan: Plan) -> dict[int, Group]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -75,7 +74,6 @@ class StepRecorder:
     def __init__(self) -> None:
         self.steps: list[StepTimes] = []
         self.current = StepTimes(-1, 0.0)
-        self._detailed: deque[StepTimes] = deque()
 
     def begin(self, step: int) -> None:
         """Begins a step; one that does not end is forgotten."""
@@ -85,9 +83,8 @@ class StepRecorder:
         """Ends the step under way."""
         self.current.seconds = time.perf_counter() - self.current.start_s
         self.steps.append(self.current)
-        self._detailed.append(self.current)
-        if len(self._detailed) > _STEPS_KEPT:
-            self._detailed.popleft().actions = []
+        if len(self.steps) > _STEPS_KEPT:
+            self.steps[-_STEPS_KEPT - 1].actions = []
 
     @contextmanager
     def time(

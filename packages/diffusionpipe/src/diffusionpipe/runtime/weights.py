@@ -8,7 +8,7 @@ noticed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -47,21 +47,20 @@ class WeightShares:
             self.trained.append([name for name, weight in own.items() if weight.requires_grad])
             for rank in ranks:
                 self._needed[rank].update(own)
-        missing = [name for name, weight in self._weights.items() if is_freed(weight)]
-        if missing:
-            raise ConfigError(
-                f"job: expected all weights before step 0, got none of {', '.join(missing[:3])}: an "
-                "engine before this one has given them to other ranks; make each engine of a job of "
-                "its own, with its own model"
-            )
+        _check_present(self._weights)
 
     def add_frozen(self, batch: Batch) -> None:
-        """Adds the weights of frozen functions, which some rows of a batch find."""
+        """Adds the weights of frozen functions, which some rows of a batch find.
+
+        Raises:
+            ConfigError: weights of one were given away before.
+        """
         draw = Draw(0, 0, range(self._job.num_samples(batch)))
         for component in self._job.components:
             used = find_parameters(self._job.list_functions(component), batch, draw)
             weights = [weight for own in used.values() for weight in own]
             named = {f"{component}: {index}": weight for index, weight in enumerate(weights)}
+            _check_present({f"frozen[{n!r}]": w for n, own in used.items() for w in own})
             self._weights |= named
             for needed, order in zip(self._needed, self._plan.order, strict=True):
                 if any(action.name == component for action in order if action.kind == "encode"):
@@ -129,3 +128,13 @@ class WeightShares:
 def is_freed(weight: Tensor) -> bool:
     """Whether a weight has given its memory back."""
     return weight.untyped_storage().nbytes() < weight.nbytes
+
+
+def _check_present(weights: Mapping[str, Tensor]) -> None:
+    missing = [name for name, weight in weights.items() if is_freed(weight)]
+    if missing:
+        raise ConfigError(
+            f"job: expected all weights before step 0, got none of {', '.join(missing[:3])}: an "
+            "engine before this one has given them to other ranks; make each engine of a job of "
+            "its own, with its own model and frozen parts"
+        )

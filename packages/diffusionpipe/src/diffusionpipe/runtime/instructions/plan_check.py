@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 
 from diffusionpipe.planner.plan import Plan
 from diffusionpipe.runtime.instructions.dataflow import Dataflow
-from diffusionpipe.runtime.instructions.messages import ValueMessage
+from diffusionpipe.runtime.instructions.messages import Rows, ValueMessage
 from diffusionpipe.runtime.shapes import Shapes
 from shared.errors import ConfigError
 
@@ -21,45 +21,36 @@ def check_orders(plan: Plan, flow: Dataflow) -> None:
         ConfigError: a pass is left out, done twice or by a rank without the stage; frozen components
             are unlike the job's, or a sample is encoded never or twice. Names the rank or component.
     """
-    kinds = {action.kind for order in plan.order for action in order}
-    for kind in ("forward", "backward", *({"estimate"} & kinds)):
-        expected = Counter(
-            (stage, micro_batch, rank)
-            for stage, ranks in enumerate(plan.devices)
-            for micro_batch in range(plan.num_micro_batches)
-            for rank in ranks
+    passes = Counter(
+        (rank, action.kind, action.stage, action.micro_batch)
+        for rank, order in enumerate(plan.order)
+        for action in order
+        if action.kind in ("forward", "estimate", "backward")
+    )
+    expected = Counter(
+        (rank, kind, stage, micro_batch)
+        for kind in dict.fromkeys(("forward", "backward", *(kind for _, kind, *_ in passes)))
+        for stage, ranks in enumerate(plan.devices)
+        for rank in ranks
+        for micro_batch in range(plan.num_micro_batches)
+    )
+    for one in (expected - passes) + (passes - expected):
+        rank, kind, stage, micro_batch = one
+        raise ConfigError(
+            f"plan.order[{rank}]: expected each pass of the stages {plan.stages_of(rank)} once, got "
+            f"{passes[one]} x {kind} of stage {stage}, micro-batch {micro_batch}; plan anew"
         )
-        got = Counter(
-            (action.stage, action.micro_batch, rank)
-            for rank, order in enumerate(plan.order)
-            for action in order
-            if action.kind == kind
-        )
-        for stage, micro_batch, rank in (expected - got) + (got - expected):
-            count = got[stage, micro_batch, rank]
-            raise ConfigError(
-                f"plan.order[{rank}]: expected each pass of the stages {plan.stages_of(rank)} once, "
-                f"got {count} x {kind} of stage {stage}, micro-batch {micro_batch}; plan anew"
-            )
-    names = {action.name for order in plan.order for action in order if action.kind == "encode"}
-    if names != set(flow.components):
+    encoded: dict[str, list[Rows]] = defaultdict(list)
+    for action in (action for order in plan.order for action in order if action.kind == "encode"):
+        encoded[action.name].append(action.samples)
+    if set(encoded) != set(flow.components):
         raise ConfigError(
             f"plan.order: expected the job's frozen components {sorted(flow.components)}, got "
-            f"{sorted(names)}; make the plan from a profile of this job"
+            f"{sorted(encoded)}; make the plan from a profile of this job"
         )
-    for name in flow.components:
-        ranges = [
-            action.samples
-            for order in plan.order
-            for action in order
-            if (action.kind, action.name) == ("encode", name)
-        ]
-        end = 0
-        for first, stop in sorted(ranges):
-            if first != end or stop <= first:
-                break
-            end = stop
-        if end != plan.batch_size:
+    for name, ranges in encoded.items():
+        ends = [0, *(stop for _, stop in sorted(ranges))]
+        if [*(first for first, _ in sorted(ranges)), plan.batch_size] != ends:
             raise ConfigError(
                 f"plan.order: expected each of {plan.batch_size} samples encoded once by {name}, got "
                 f"{sorted(ranges)}; plan anew"
