@@ -47,13 +47,13 @@ def build_job(device: str, *, is_small: bool) -> dp.Job:
         vae_channels, text_sizes = (8, 8, 8, 8), (16, 32, 2, 2)
     hidden, inner, layers, heads = text_sizes
     blocks = len(vae_channels)
-    unet = UNet2DConditionModel(**unet_sizes)
-    vae = AutoencoderKL(
+    unet: Any = UNet2DConditionModel(**unet_sizes)
+    vae: Any = AutoencoderKL(
         block_out_channels=vae_channels, down_block_types=("DownEncoderBlock2D",) * blocks,
         up_block_types=("UpDecoderBlock2D",) * blocks, latent_channels=4,
         layers_per_block=2, norm_num_groups=4 if is_small else 32,
     )  # fmt: skip
-    texts = CLIPTextModel(
+    texts: Any = CLIPTextModel(
         CLIPTextConfig(
             hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers,
             num_attention_heads=heads, projection_dim=hidden,

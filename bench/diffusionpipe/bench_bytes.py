@@ -9,6 +9,7 @@ import sys
 from datetime import timedelta
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -69,8 +70,9 @@ def find_cut_bytes(name):
     """SD 2.1's largest cut on meta tensors: bytes of a sample that pass it, by placement."""
     from diffusers import UNet2DConditionModel
 
+    build: Any = UNet2DConditionModel
     with torch.device("meta"):
-        model = UNet2DConditionModel(
+        model = build(
             sample_size=64, attention_head_dim=(5, 10, 20, 20), cross_attention_dim=1024,
             use_linear_projection=True,
         ).half()  # fmt: skip

@@ -78,13 +78,14 @@ def run(has_hosts, num_turns):
 @pytest.mark.parametrize("name", list(NETWORKS))
 @pytest.mark.netns
 def bench_plans(benchmark, record_claim, name):
-    if NETWORKS[name] and netlab.available():
+    rate = NETWORKS[name]
+    if rate and netlab.available():
         pytest.skip(str(netlab.available()))
     words = [handicap(cores=[0]), handicap(cores=[1])]
     limit = timedelta(minutes=15)
     with ExitStack() as stack:
-        if NETWORKS[name]:
-            lab = stack.enter_context(NetLab(hosts=2, rate=NETWORKS[name]))
+        if rate:
+            lab = stack.enter_context(NetLab(hosts=2, rate=rate))
             pool = stack.enter_context(lab.pool(handicaps=words, timeout=limit))
         else:
             pool = stack.enter_context(RankPool(2, prefix=words, timeout=limit))

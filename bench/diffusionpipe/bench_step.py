@@ -11,6 +11,7 @@ import sys
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import pytest
 import torch
@@ -151,7 +152,7 @@ def describe(plan):
 def run_against_ddp(num_turns):
     job, size, _, _, plan = prepare()
     buckets = {is_bf16: choose_bucket(job, size, is_bf16=is_bf16) for is_bf16 in (False, True)}
-    ways = {"ours": Engine(job, plan)}
+    ways: dict[str, Any] = {"ours": Engine(job, plan)}
     for is_bf16, mb in buckets.items():
         for is_prefetched in (True, False):
             name = f"DDP{' in bf16' if is_bf16 else ''}, frozen part {'ahead' if is_prefetched else 'first'}"
@@ -167,7 +168,7 @@ def run_against_ddp(num_turns):
 def run_against_others(num_turns):
     job, size, profile, cluster, plan = prepare()
     spans = dp.plan(job, profile, cluster, batch_size=size, num_stages=2, placement="chain").spans
-    ways = {
+    ways: dict[str, Any] = {
         "ours": Engine(job, plan),
         "ours, unfilled": Engine(job, put_first(plan)),
         "FSDP2": DataParallel(job, size, shard),
@@ -189,7 +190,7 @@ def run_placements(num_turns):
         )
         for placement in ("data", "chain", "folded")
     }  # fmt: skip
-    ways = {placement: Engine(job, plan) for placement, plan in plans.items()}
+    ways: dict[str, Any] = {placement: Engine(job, plan) for placement, plan in plans.items()}
     ways["DDP"] = DataParallel(job, size, wrap_ddp(BUCKETS_MB[0]), is_prefetched=True)
     turns = take_turns(ways, num_turns)
     return turns, measure_untrained(job, size, num_turns), plans, choice

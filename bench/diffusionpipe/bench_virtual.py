@@ -160,8 +160,8 @@ def run_case(case):
             runs["published"] = list_seconds(run_virtual(case.published, case.profile, STEPS))
         if case.bare is not None:
             shares = [case.plan.batch_size // case.plan.num_ranks] * case.plan.num_ranks
-            job_s = case.profile.frozen_s["z"][0]
-            runs["at run time"] = slowest(run_greedily(*case.bare, STEPS, shares, job_s))
+            job_s, (plan, profile) = case.profile.frozen_s["z"][0], case.bare
+            runs["at run time"] = slowest(run_greedily(plan, profile, STEPS, shares, job_s))
         for way, own in runs.items():
             seconds[way] = seconds.get(way, []) + own
     return seconds

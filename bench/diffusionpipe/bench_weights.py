@@ -10,6 +10,7 @@ import sys
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -85,7 +86,8 @@ def train_plainly(kind):
     unet, vae, texts = make_models(kind)
     trained = {name: p for name, p in unet.named_parameters() if p.requires_grad}
     before = {name: p.detach().clone() for name, p in trained.items()}
-    optimizer, scheduler = SGD(list(trained.values())), DDPMScheduler()
+    optimizer = SGD(list(trained.values()))
+    scheduler: Any = DDPMScheduler()
     losses = []
     for step, batch in enumerate(make_batches(is_stale=False)):
         draw = dp.Draw(SEED, step, range(BATCH))

@@ -146,7 +146,7 @@ def wrap_ddp(bucket_mb: float, *, is_bf16: bool = False) -> Any:
     return wrap
 
 
-def shard(model: nn.Module) -> nn.Module:
+def shard(model: nn.Module) -> Any:
     """Makes FSDP2 of a U-Net; weights stay whole until the backward pass, which sends least."""
     mesh = Group.world().device_mesh()
     unet: Any = model

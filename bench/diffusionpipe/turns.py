@@ -71,6 +71,7 @@ def take_turns(
         for name in names[first:] + names[:first]:
             if name in rare and turn % 3:
                 continue
+            took_s = 0.0
             for _ in range(num_steps):
                 barrier(group)
                 began = time.perf_counter()

@@ -84,6 +84,10 @@ EXPORTED_CLASHES = {
         "adaqp": "nodes with features and labels, and their edges",
         "qsync": "a model's operators and who reads whose output",
     },
+    "Job": {
+        "bytecheckpoint": "one save on one rank, from the copy in memory to the commit",
+        "diffusionpipe": "a training: backbone, frozen functions, inputs and loss",
+    },
     "Mesh": {
         "hybridflow": "a worker group's ranks in training and in generation",
         "shared": "ranks as a box with named axes",

@@ -4,6 +4,7 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -57,7 +58,9 @@ def test_two_ranks_train_a_pipeline_that_generates(tmp_path):
     # Latents and text states of the profile's batch and of four steps.
     assert len(list((tmp_path / "cache").glob("*/*.safetensors"))) == 2 * 5 * 4
     assert "rank 0 to 1" in printed
-    pipeline = StableDiffusionPipeline.from_pretrained(tmp_path / "report/diffusionpipe/trained")
+    pipeline: Any = StableDiffusionPipeline.from_pretrained(
+        tmp_path / "report/diffusionpipe/trained"
+    )
     pipeline.set_progress_bar_config(disable=True)
     images = pipeline("a seven", num_inference_steps=1, height=16, width=16, output_type="np")
     assert images.images.shape == (1, 16, 16, 3)
@@ -71,7 +74,7 @@ def test_the_readmes_script_runs_under_torchrun(tmp_path):
     assert len(script.splitlines()) <= 20
     (tmp_path / "train.py").write_text(script.replace("16", "4").replace(", 10)", ", 3)"))
     printed = run([*TORCHRUN, "train.py"], tmp_path)
-    assert printed.count("Limit: ") == 2
+    assert printed.count("Limit: ") == 1
     assert (tmp_path / "out/model_index.json").is_file()
 
 

@@ -120,5 +120,5 @@ def _hash_weights(weights: Iterable[Tensor]) -> str:
     for weight in weights:
         digest.update(f"{weight.dtype} {list(weight.shape)} ".encode())
         flat = weight.detach().cpu().contiguous().flatten()
-        digest.update(flat.view(torch.uint8).numpy())
+        digest.update(flat.view(torch.uint8).numpy().data)
     return digest.hexdigest()
