@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["TrainedTurns", "judge_simulation", "judge_sleeping", "judge_training", "run"]
 
 _SOURCE = "diffusionpipe demo"
-_BATCH, _MICRO_BATCHES, _IMAGE_SIZE, _CHANNELS = 16, 2, 64, (32, 64)
+_BATCH, _MICRO_BATCHES, _IMAGE_SIZE, _CHANNELS = 8, 2, 64, (32, 64)
 _MODULES = (
     "diffusionpipe.runtime.engine",
     "diffusionpipe.runtime.virtual",
@@ -76,7 +76,7 @@ def run(out: Path, *, is_full: bool) -> bool:
     with show_progress("diffusionpipe: starting ranks, importing diffusers") as status:
         with RankPool(2, prefix=words, modules=_MODULES) as pool:
             status.update("diffusionpipe: two ranks train, frozen parts first and filled in turns")
-            turns = 15 if is_full else 3
+            turns = 15 if is_full else 5
             trained = pool.run(train_in_turns, turns, timeout=timedelta(minutes=10)).results[0]
         status.update(f"diffusionpipe: {_DEVICES} sleeping devices, first and filled in turns")
         with RankPool(_DEVICES, modules=_MODULES) as pool:

@@ -252,18 +252,16 @@ class Links:
         group = self._groups[peer]
         other = group.ranks.index(peer)
         options = {"op": message.kind} | ({"lane": lane} if lane else {})
-        send = recv = None
         if message.sender == self.rank:
             tensors = self._outgoing.pop(message.number)
             # Several values are packed by the courier's thread, beside this one's computation.
-            send = pack(tensors) if len(tensors) == 1 else partial(pack, tensors)
+            payload = pack(tensors) if len(tensors) == 1 else partial(pack, tensors)
+            item = Round(send_to=other, send=payload, recv_from=other, recv=None)
+            self._sending.append(post_rounds(group, [item], message.label, **options))
         else:
-            recv, values = make_buffer(self._traffic.layouts[message.number], self.shapes.device)
-        item = Round(send_to=other, send=send, recv_from=other, recv=recv)
-        pending = post_rounds(group, [item], message.label, **options)
-        if recv is None:
-            self._sending.append(pending)
-        else:
+            buffer, values = make_buffer(self._traffic.layouts[message.number], self.shapes.device)
+            item = Round(send_to=other, send=None, recv_from=other, recv=buffer)
+            pending = post_rounds(group, [item], message.label, **options)
             self._incoming[message.number] = pending, values
 
 
