@@ -8,6 +8,7 @@ from torch import nn
 import diffusionpipe as dp
 from diffusionpipe.data import build_unet, build_vae
 from diffusionpipe.job import cached_function
+from diffusionpipe.job.checks.rows import find_parameters
 from shared.errors import ConfigError, DataError
 
 ROWS = 6
@@ -152,14 +153,14 @@ def test_functions_of_draws_are_refused_by_name_and_run_beside_cached_ones(job, 
     assert count(cached) == [0, 0]
 
 
-@pytest.mark.parametrize("keys", [None, "abcdef", list(range(ROWS)), torch.arange(ROWS)])
-def test_batches_without_keys_are_refused(job, keys, tmp_path):
+def test_batches_without_keys_are_refused(job, tmp_path):
     match = r"batch\['keys'\]: expected a list of texts"
-    with pytest.raises(DataError, match=match):
-        dp.cache(job, make_batch(keys=keys), tmp_path)
     cached = dp.cache(job, make_batch(), tmp_path)
-    with pytest.raises(DataError, match=match):
-        cached.frozen["z"](make_batch(keys=keys))
+    for keys in (None, "abcdef", list(range(ROWS)), torch.arange(ROWS)):
+        with pytest.raises(DataError, match=match):
+            dp.cache(job, make_batch(keys=keys), tmp_path)
+        with pytest.raises(DataError, match=match):
+            cached.frozen["z"](make_batch(keys=keys))
     with pytest.raises(DataError, match="expected as many rows in every entry"):
         cached.compute_loss(make_batch(keys=["a"]), seed=0, step=0)
 
@@ -172,6 +173,13 @@ def test_what_a_cache_hides_is_still_checked(job, tmp_path):
     count(cached)
     cached.check(batch)
     assert min(count(cached)) >= ROWS
+    # By these an engine knows which rank needs which frozen weights.
+    draw = dp.Draw(0, 0, range(ROWS))
+    seen, expected = (find_parameters(each.frozen, batch, draw) for each in (cached, job))
+    assert {k: list(map(id, own)) for k, own in seen.items()} == {
+        k: list(map(id, own)) for k, own in expected.items()
+    }
+    assert all(expected.values())
     words = job.frozen["h"].function.__closure__[0].cell_contents
     mixing = Counted(lambda b: {"states": words(b["ids"]) - words(b["ids"]).mean(0)})
     with pytest.raises(ConfigError, match="expected row i to need row i only"):
