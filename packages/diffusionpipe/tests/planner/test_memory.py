@@ -1,6 +1,7 @@
 """Memory as a bound: peaks of a plan by hand, and partitions within a limit against brute force."""
 
 import random
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -8,11 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from diffusionpipe import plan
 from diffusionpipe.planner.costs import PlanInputs
 from diffusionpipe.planner.memory import find_peak_bytes
 from diffusionpipe.planner.partitioning.partition import StageTables, solve_stages, sum_spans
 from diffusionpipe.planner.plan import Action, Plan
 from diffusionpipe.planner.schedule import order_1f1b
+from shared.errors import ConfigError
 from shared.topology import Cluster
 from shared.topology.device import CPU
 
@@ -44,7 +47,7 @@ def test_a_stage_whose_micro_batches_in_flight_do_not_fit_is_not_used():
         backward_s=np.zeros((5, 5, 2)),
         sync_s=np.zeros((5, 5, 2)),
         cut_s=np.zeros(5),
-        fixed_bytes=np.zeros((5, 5)),
+        fixed_bytes=np.zeros((5, 5, 2)),
         flight_bytes=sum_spans([5.0] * 4)[..., None] * np.ones(2),
         limit_bytes=15.0,
     )
@@ -85,7 +88,7 @@ def test_partitions_within_memory_equal_brute_force(seed):
         backward_s=sum_spans(back)[..., None] * ratio,
         sync_s=sum_spans(sync)[..., None] * (replicas > 1),
         cut_s=np.zeros(layers + 1),
-        fixed_bytes=sum_spans(fixed),
+        fixed_bytes=sum_spans(fixed)[..., None] * np.ones(devices + 1),
         flight_bytes=sum_spans(flight)[..., None] * ratio,
         limit_bytes=limit,
     )
@@ -104,3 +107,64 @@ def test_partitions_within_memory_equal_brute_force(seed):
     within = solve_stages(tables, num_stages, devices, micro_batches, best * 1.01 + 0.01)
     assert (within is None) == (result is None)
     assert solve_stages(tables, num_stages, devices, micro_batches, best * 0.99) is None
+
+
+def draw_chain(chain, source):
+    """The same chain with other bytes of weights and of kept values by layer."""
+    weights, saved = (tuple(source.randint(0, most) for _ in chain.layers) for most in (1000, 2000))
+    return replace(chain, parameter_bytes=weights, gradient_bytes=weights, saved_bytes=saved)
+
+
+def find_least_peaks(profile, spans_by_device, rows, micro_batches):
+    """Least bytes of each device: one micro-batch in flight, of one backbone at a time."""
+    peaks = []
+    for own in spans_by_device:
+        fixed, saved, feeds = 0, {}, set()
+        for backbone, (first, stop) in own:
+            chain = profile.chains[backbone]
+            fixed += 4 * sum(chain.gradient_bytes[first:stop])
+            saved[backbone] = saved.get(backbone, 0) + sum(chain.saved_bytes[first:stop])
+            if first == 0 or stop == len(chain.layers):
+                feeds.add("z")
+        outputs = 2 * rows * micro_batches * profile.frozen_bytes["z"] * len(feeds)
+        peaks.append(fixed + rows * max(saved.values()) + outputs)
+    return peaks
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.sampled_from(["folded", "opposite"]))
+def test_two_spans_a_device_are_chosen_if_and_only_if_some_fit(make_profile, seed, placement):
+    source = random.Random(seed)
+    stages, micro_batches = source.randint(2, 3), source.choice([1, 2, 4])
+    rows = source.randint(1, 3)
+    fewest = 2 * stages - 1 if placement == "folded" else stages
+    layers = source.randint(fewest, fewest + 2)
+    frozen_s = source.choice([0.0, 0.01])
+    profile = make_profile(layers, chains=1 + (placement == "opposite"), frozen_s=frozen_s)
+    frozen = source.randint(0, 8000) if frozen_s else 0
+    profile = replace(
+        profile, chains=tuple(draw_chain(each, source) for each in profile.chains),
+        frozen_parameter_bytes={"z": frozen} if frozen_s else {},
+    )  # fmt: skip
+    peaks = []
+    if placement == "folded":
+        for ends in cut(layers, 2 * stages - 1):
+            pairs = [{ends[d], ends[2 * stages - 2 - d]} for d in range(stages)]
+            devices = [[(0, span) for span in own] for own in pairs]
+            peaks.append(find_least_peaks(profile, devices, rows, micro_batches))
+    else:
+        for down, up in product(cut(layers, stages), repeat=2):
+            devices = [[(0, down[d]), (1, up[stages - 1 - d])] for d in range(stages)]
+            peaks.append(find_least_peaks(profile, devices, rows, micro_batches))
+    # Some device encodes, and so holds the encoder's weights.
+    needs = [max(max(own), min(own) + frozen) for own in peaks]
+    limit = max(min(needs) + source.choice([-1, 0, 0, 100]), 1)
+    cluster = Cluster.uniform(stages, 1, replace(CPU, memory_bytes=limit))
+    options = {"num_stages": stages, "num_micro_batches": micro_batches, "placement": placement}
+    if limit < min(needs):
+        with pytest.raises(ConfigError, match="expected a plan within"):
+            plan(None, profile, cluster, batch_size=rows * micro_batches, **options)
+        return
+    chosen = plan(None, profile, cluster, batch_size=rows * micro_batches, **options)
+    assert max(each.peak_bytes for each in chosen.ranks) <= limit
+    assert sum(each.kind == "encode" for own in chosen.order for each in own) >= bool(frozen_s)

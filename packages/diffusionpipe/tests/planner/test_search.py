@@ -1,9 +1,13 @@
 """The whole search: what it chooses where, and that what it chooses holds together."""
 
+import random
 import re
 from dataclasses import replace
+from itertools import product
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from diffusionpipe import Plan, plan
 from diffusionpipe.planner.costs import PlanInputs
@@ -299,23 +303,31 @@ def test_few_are_in_flight_where_more_do_not_fit(make_profile):
     assert firsts[0] == 2 < firsts[1]
 
 
-def test_equal_estimates_are_decided_by_replays(make_profile):
-    # The choice is no slower than any plan of fixed placement, stages and micro-batches.
-    profile = make_profile(9, skips=True, gradient_bytes=2_000_000, hidden_bytes=20_000)
-    best = plan(None, profile, make_cluster(4), batch_size=16)
-    for placement, stages in (
-        ("data", 1),
-        ("chain", 2),
-        ("chain", 4),
-        ("folded", 2),
-        ("folded", 4),
+@settings(max_examples=8, deadline=None)
+@given(st.integers(0, 2**32 - 1))
+def test_no_choice_of_numbers_gives_a_plan_faster_by_more_than_three_percent(make_profile, seed):
+    source = random.Random(seed)
+    layers, batch_size = source.randint(3, 7), 8
+    hosts, per_host = source.choice([(2, 1), (3, 1), (2, 2)])
+    profile = make_profile(
+        layers, skips=source.random() < 0.5, frozen_s=source.choice([0.0, 0.02, 0.1]),
+        forward_by_layer=[source.uniform(0.002, 0.02) for _ in range(layers)],
+        gradient_bytes=int(10 ** source.uniform(3, 7)), hidden_bytes=int(10 ** source.uniform(3, 5)),
+    )  # fmt: skip
+    cluster = make_cluster(hosts, per_host, rate=10 ** source.uniform(7, 9))
+    best = plan(None, profile, cluster, batch_size=batch_size)
+    seconds = {}
+    for placement, stages, count in product(
+        ("data", "chain", "folded"), range(1, 1 + hosts * per_host), (1, 2, 4, 8)
     ):
-        for count in (1, 2, 4, 8, 16):
-            try:
-                other = plan(
-                    None, profile, make_cluster(4), batch_size=16, placement=placement,
-                    num_stages=stages, num_micro_batches=count,
-                )  # fmt: skip
-            except ConfigError:
-                continue
-            assert best.predicted_s <= 1.05 * other.predicted_s
+        try:
+            seconds[placement, stages, count] = plan(
+                None, profile, cluster, batch_size=batch_size, placement=placement,
+                num_stages=stages, num_micro_batches=count,
+            ).predicted_s  # fmt: skip
+        except ConfigError:
+            continue  # the layers or rows are too few for these stages
+    assert len(seconds) >= 4
+    assert (1 - 0.03) * best.predicted_s <= min(seconds.values())
+    own = best.placement, best.num_stages, best.num_micro_batches
+    assert seconds[own] == pytest.approx(best.predicted_s)

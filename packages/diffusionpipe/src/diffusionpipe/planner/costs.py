@@ -12,10 +12,12 @@ import numpy as np
 
 from diffusionpipe.planner.fill import FrozenCost
 from diffusionpipe.planner.partitioning.partition import sum_spans
+from diffusionpipe.planner.traffic import find_feeds
 from shared.topology import Cluster, Link
 from shared.topology.cost import ring_all_reduce_s
 
 if TYPE_CHECKING:
+    from diffusionpipe.planner.plan import Plan
     from diffusionpipe.profiler.job_profile import JobProfile
 
 __all__ = ["ChainCosts", "PlanInputs"]
@@ -79,6 +81,18 @@ class ChainCosts:
         return sum_spans(self.chain.saved_bytes)
 
     @cached_property
+    def outputs_table(self) -> np.ndarray:
+        """Frozen outputs that are needed, as bits in the order of the profile's."""
+        chain, number = self.chain, {name: i for i, name in enumerate(self._profile.frozen_bytes)}
+        layers = [(layer, layer + 1) for layer in range(self.num_layers)]
+        feeds = find_feeds(chain.reads, chain.writes, layers, chain.feeds)
+        table = np.zeros((self.num_layers + 1,) * 2, np.int64)
+        for j, names in enumerate(feeds):
+            own = sum(1 << number[name] for name in names if name in number)
+            table[: j + 1, j + 1 :] |= own
+        return table
+
+    @cached_property
     def traffic_table(self) -> np.ndarray:
         """Bytes a sample between layers i to j and those around them, in the busier direction.
 
@@ -124,18 +138,37 @@ class PlanInputs:
         """Memory of each rank's device."""
         return [self.cluster.device(rank).memory_bytes for rank in range(self.cluster.num_ranks)]
 
+    @cached_property
+    def output_bytes(self) -> np.ndarray:
+        """Bytes a sample of each frozen output."""
+        return np.array(list(self.profile.frozen_bytes.values()), dtype=float)
+
+    def count_output_bytes(self, outputs: np.ndarray) -> np.ndarray:
+        """Bytes a sample of frozen outputs given as bits."""
+        return sum(
+            (
+                num_bytes * (outputs >> number & 1)
+                for number, num_bytes in enumerate(self.output_bytes)
+            ),
+            np.zeros(outputs.shape),
+        )
+
     def list_frozen_costs(self, num_samples: int) -> list[FrozenCost]:
         """Seconds of each frozen component by number of samples encoded at once.
 
         Args:
             num_samples: most samples to encode; no more at once than were measured.
         """
-        most = min(self.profile.sizes[-1], num_samples)
+        return [each._replace(seconds=each.seconds[: num_samples + 1]) for each in self._frozen]
+
+    @cached_property
+    def _frozen(self) -> list[FrozenCost]:
+        counts = range(1, self.profile.sizes[-1] + 1)
         return [
             FrozenCost(
                 name,
                 [0.0, *np.maximum.accumulate(
-                    [self.profile.seconds(row, count) for count in range(1, most + 1)]
+                    [self.profile.seconds(row, count) for count in counts]
                 ).tolist()],
             )
             for name, row in self.profile.frozen_s.items()
@@ -144,6 +177,14 @@ class PlanInputs:
     def find_frozen_s(self, num_samples: int) -> float:
         """Seconds of all frozen components on one device."""
         return sum(each.time_s(num_samples) for each in self.list_frozen_costs(num_samples))
+
+    def find_update_s(self, plan: Plan, rank: int) -> float:
+        """Seconds of a rank's optimizer step."""
+        trained_bytes = sum(
+            float(self.costs[plan.backbones[stage]].gradient_table[plan.spans[stage]])
+            for stage in plan.stages_of(rank)
+        )
+        return trained_bytes * self.profile.step_s_per_byte
 
     def find_ring_link(self, ranks: Sequence[int]) -> Link:
         """The slowest link of a ring of ranks."""

@@ -197,6 +197,7 @@ def fill_idle(
     components: Sequence[FrozenCost],
     num_samples: int,
     quotas: Mapping[str, Sequence[int]] | None = None,
+    holders: Mapping[str, Sequence[bool]] | None = None,
 ) -> list[Insertion]:
     """Places all samples of all components, in idle time as far as they fit.
 
@@ -205,19 +206,26 @@ def fill_idle(
         components: frozen components.
         num_samples: samples of each component.
         quotas: samples of each component that each device must encode; free by default.
+        holders: by component, the devices that may encode it; all by default, and where none may.
 
     Returns:
         Samples by device and position, in the order of its list for each component.
     """
     insertions: list[Insertion] = []
     for component in sorted(components, key=lambda each: -each.time_s(1)):
+        is_holder = list((holders or {}).get(component.name, ()))
+        is_holder = is_holder if any(is_holder) else [True] * len(slots)
         room = [
-            sum(count for _, count in replace(each).place(component, num_samples)) for each in slots
+            sum(count for _, count in replace(each).place(component, num_samples)) if is_own else 0
+            for is_own, each in zip(is_holder, slots, strict=True)
         ]
         wanted = quotas[component.name] if quotas else _share(num_samples, room)
         placed = [each.place(component, quota) for each, quota in zip(slots, wanted, strict=True)]
         counts = [sum(count for _, count in own) for own in placed]
-        finish_s = [each.finish_s for each in slots]
+        finish_s = [
+            each.finish_s if is_own else np.inf
+            for is_own, each in zip(is_holder, slots, strict=True)
+        ]
         tails = (
             [quota - count for quota, count in zip(wanted, counts, strict=True)]
             if quotas
@@ -293,16 +301,20 @@ def _share(num_samples: int, room: Sequence[int]) -> list[int]:
 
 
 def _share_tails(finish_s: Sequence[float], component: FrozenCost, num_samples: int) -> list[int]:
-    """Samples behind each device's last entry, so that the last device ends as early as possible."""
+    """Samples behind each device's last entry, so that the last device ends as early as possible.
+
+    Devices that finish at infinity get none.
+    """
 
     def count_until(end_s: float) -> list[int]:
         return [
-            component.count_fitting(max(end_s - finish, 0.0), num_samples) for finish in finish_s
+            component.count_fitting(max(end_s - finish, 0.0), num_samples) if finish < np.inf else 0
+            for finish in finish_s
         ]
 
     if not num_samples:
         return [0] * len(finish_s)
-    low_s, high_s = 0.0, max(finish_s) + component.time_s(num_samples)
+    low_s, high_s = 0.0, min(finish_s) + component.time_s(num_samples)
     while low_s < (middle_s := (low_s + high_s) / 2) < high_s:
         is_enough = sum(count_until(middle_s)) >= num_samples
         low_s, high_s = (low_s, middle_s) if is_enough else (middle_s, high_s)

@@ -18,7 +18,7 @@ from diffusionpipe.planner.traffic import PlannedMessage, list_messages
 from shared.topology import Link, Operation, Replay, Timeline
 from shared.topology.cost import ring_all_reduce_s
 
-__all__ = ["PlanReplay"]
+__all__ = ["PlanReplay", "list_queues"]
 
 
 class PlanReplay:
@@ -54,6 +54,21 @@ class PlanReplay:
         row_bytes = {kind: sum(tables[kind[0]][key] for key in kind[1]) for kind in kinds}
         return [each.num_rows * row_bytes[each.backbone, each.keys] for each in self.messages]
 
+    @cached_property
+    def _lost_s(self) -> dict[tuple[int, Action], float]:
+        """Seconds of computation that messages cost, by rank and action: half at each end.
+
+        A frozen output is used in the next step; there its sender bears the whole.
+        """
+        profile, lost_s = self._inputs.profile, defaultdict[tuple[int, Action], float](float)
+        for message, size in zip(self.messages, self.sizes, strict=True):
+            seconds = profile.message_s + size * profile.message_s_per_byte
+            used_by = message.used_by
+            lost_s[message.sender, message.sent_by] += seconds / (1 if used_by is None else 2)
+            if used_by is not None:
+                lost_s[message.receiver, used_by] += seconds / 2
+        return lost_s
+
     @property
     def mean_message_s(self) -> float:
         """Mean seconds of the messages between stages; 0 without any."""
@@ -72,24 +87,23 @@ class PlanReplay:
         """
         operations = list(self._list_operations(is_passes_only))
         ranks = {f"rank {rank}": "given" for rank in self._groups[0]}
-        links = {
-            queue: "readiness"
-            for operation in operations
-            for queue in (
-                [operation.queue] if isinstance(operation.queue, str) else operation.queue
-            )
-        }
+        links = {queue: "readiness" for operation in operations for queue in list_queues(operation)}
         return Replay(operations, links | ranks).run()  # type: ignore[arg-type]
 
     def sum_seconds(self, rank: int) -> tuple[float, float]:
         """Seconds of a step in which a rank computes passes and the optimizer step, and encodes."""
-        pass_s, encode_s = self._find_update_s(rank), 0.0
+        pass_s, encode_s = self._inputs.find_update_s(self._plan, rank), 0.0
         for action in self._order[rank]:
             if action.kind == "encode":
                 encode_s += sum(self._list_pieces_s(action, rank))
             elif action.kind not in ("sum", "step"):
                 pass_s += sum(self._list_pieces_s(action, rank))
         return pass_s, encode_s
+
+    def list_sends(self) -> list[Operation]:
+        """All messages, with their seconds on their links, by the name of the message."""
+        pairs = zip(self.messages, self.sizes, strict=True)
+        return [Operation(each, *self._find_send(each, size)) for each, size in pairs]
 
     def count_edges(self) -> dict[tuple[int, int], int]:
         """Counts a step's bytes by sender and receiver, without sums."""
@@ -115,9 +129,8 @@ class PlanReplay:
         for number, (message, size) in enumerate(zip(self.messages, self.sizes, strict=True)):
             pieces = self._count_pieces(message.sent_by)
             sent_by = message.sent_by, message.sender, pieces - 1
-            link, queues, share = self._find_edge(message)
             name = ("message", number)
-            yield Operation(name, queues, link.time_s(size * share), [sent_by])
+            yield Operation(name, *self._find_send(message, size), [sent_by])
             if message.used_by is not None:
                 needs[message.receiver, message.used_by].append(name)
         last: list[Hashable] = []
@@ -131,7 +144,7 @@ class PlanReplay:
                     names.append((action, rank, piece))
                     yield Operation(names[-1], f"rank {rank}", seconds, [] if piece else after)
             last.append(names[-1])
-        sums = list(self._list_sums())
+        sums = list(self.list_sums())
         yield from sums
         if not is_passes_only:
             cluster = self._inputs.cluster
@@ -147,10 +160,11 @@ class PlanReplay:
             ]
             yield Operation(("agreement",), "agreement", agree_s, last)
             for rank in self._groups[0]:
-                update_s = self._find_update_s(rank)
+                update_s = self._inputs.find_update_s(self._plan, rank)
                 yield Operation(("step", rank), f"rank {rank}", update_s, [("agreement",)])
 
-    def _list_sums(self) -> Iterator[Operation]:
+    def list_sums(self) -> Iterator[Operation]:
+        """Yields the sum of each bucket, named ("sum", stage, bucket), behind its backward pass."""
         plan, cluster = self._plan, self._inputs.cluster
         for stage, ranks in enumerate(plan.devices):
             if len(ranks) == 1:
@@ -192,11 +206,19 @@ class PlanReplay:
         return len(self._buckets[action.stage]) if is_last and action.kind == "backward" else 1
 
     def _list_pieces_s(self, action: Action, rank: int) -> list[float]:
-        """Seconds of a pass or job, in pieces."""
-        plan, profile = self._plan, self._inputs.profile
+        """Seconds of a pass or job, in pieces, with what messages cost it."""
+        profile = self._inputs.profile
         if action.kind == "encode":
             rows = action.samples[1] - action.samples[0]
-            return [profile.seconds(profile.frozen_s[action.name], rows)]
+            pieces_s = [profile.seconds(profile.frozen_s[action.name], rows)]
+        else:
+            pieces_s = self._list_pass_s(action, rank)
+        lost_s = self._lost_s.get((rank, action), 0.0)
+        return [pieces_s[0] + lost_s, *pieces_s[1:]]
+
+    def _list_pass_s(self, action: Action, rank: int) -> list[float]:
+        """Seconds of a pass by itself; sums of gradients cost as much computation as messages do."""
+        plan = self._plan
         # All ranks and micro-batches of a stage have as many rows.
         pieces = self._count_pieces(action)
         key = (action.kind, action.stage, pieces)
@@ -204,19 +226,20 @@ class PlanReplay:
             rows = len(plan.samples(action.stage, action.micro_batch, rank))
             costs = self._inputs.costs[plan.backbones[action.stage]]
             forward_s, backward_s = costs.span_seconds(plan.spans[action.stage], rows)
-            shares = [share for _, share in self._buckets[action.stage]] if pieces > 1 else [1.0]
             seconds = backward_s if action.kind == "backward" else forward_s
-            self._pass_s[key] = [share * seconds for share in shares]
+            self._pass_s[key] = [seconds]
+            if pieces > 1:
+                replicas = len(plan.devices[action.stage])
+                byte_s = 2 * (replicas - 1) / replicas * self._inputs.profile.message_s_per_byte
+                self._pass_s[key] = [
+                    share * seconds + size * byte_s for size, share in self._buckets[action.stage]
+                ]
         return self._pass_s[key]
 
-    def _find_update_s(self, rank: int) -> float:
-        """Seconds of the optimizer step."""
-        plan = self._plan
-        trained_bytes = sum(
-            float(self._inputs.costs[plan.backbones[stage]].gradient_table[plan.spans[stage]])
-            for stage in plan.stages_of(rank)
-        )
-        return trained_bytes * self._inputs.profile.step_s_per_byte
+    def _find_send(self, message: PlannedMessage, size: int) -> tuple[str | tuple[str, str], float]:
+        """The queues of a message, and its seconds while all groups send theirs."""
+        link, queues, share = self._find_edge(message)
+        return queues, link.time_s(size * share)
 
     def _find_edge(self, message: PlannedMessage) -> tuple[Link, str | tuple[str, str], int]:
         """The link of a message, the queues it waits in, and how many groups share them."""
@@ -233,3 +256,8 @@ class PlanReplay:
             share = 1 if is_local else senders.count(source)
             self._edges[edge] = cluster.link(*edge), queues, share
         return self._edges[edge]
+
+
+def list_queues(operation: Operation) -> tuple[str, ...]:
+    """Queues that an operation holds."""
+    return (operation.queue,) if isinstance(operation.queue, str) else operation.queue

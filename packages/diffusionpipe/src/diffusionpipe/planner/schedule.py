@@ -9,16 +9,21 @@ passes really take.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 
+import numpy as np
+
 from diffusionpipe.planner.plan import Action, Kind, Order, Plan
+from diffusionpipe.planner.schedule_compiled import run_window
 from shared.topology import Operation, Replay, Timeline
 
 __all__ = [
     "count_in_flight",
+    "count_most_in_flight",
     "list_orders",
+    "list_orders_by_events",
     "order_1f1b",
-    "order_by_events",
     "order_opposite",
     "replay_opposite",
 ]
@@ -47,6 +52,7 @@ def list_orders(
         yield order_opposite(
             seconds[: plan.num_stages], seconds[plan.num_stages :], num_micro_batches
         )
+        yield _order_in_turn(plan.num_stages, num_micro_batches)
     elif plan.placement == "data":
         kinds: list[Kind] = ["forward", "backward"]
         if has_estimate:
@@ -68,7 +74,7 @@ def list_orders(
     else:
         stages = range(num_spans)
         last = 2 * plan.num_stages - 2 if plan.placement == "folded" else 2 * num_spans
-        yield order_by_events(
+        yield from list_orders_by_events(
             [min(stage, last - stage) for stage in stages],
             [forward_s for forward_s, _ in seconds],
             [backward_s for _, backward_s in seconds],
@@ -95,7 +101,7 @@ def order_1f1b(num_stages: int, num_micro_batches: int, *, ahead: float = 0.0) -
     )
 
 
-def order_by_events(
+def list_orders_by_events(
     device_of: Sequence[int],
     forward_s: Sequence[float],
     backward_s: Sequence[float],
@@ -103,8 +109,11 @@ def order_by_events(
     *,
     has_estimate: bool = False,
     message_s: float = 0.0,
-) -> Order:
-    """Orders the passes of one backbone whose stages share devices, or that predicts twice.
+) -> Iterator[Order]:
+    """Yields orders of one backbone whose stages share devices, or that predicts twice.
+
+    They differ in the micro-batches in flight. Those with as many as devices or more come first, the
+    fastest of them before the others; then those with fewer, down to one.
 
     Args:
         device_of: device of each stage; a folded chain's stages d and 2S - 2 - d share device d.
@@ -114,21 +123,30 @@ def order_by_events(
             passes, which need its result.
         message_s: seconds between passes on two devices.
     """
-    devices = max(device_of) + 1
-    stages = range(len(device_of))
+    devices, stages = max(device_of) + 1, range(len(device_of))
     kinds: list[Kind] = ["estimate", "forward"] if has_estimate else ["forward"]
     passes: list[tuple[Kind, int]] = [(kind, stage) for kind in kinds for stage in stages]
     passes.extend(("backward", stage) for stage in reversed(stages))
+    device = np.array([device_of[stage] for _, stage in passes])
+    seconds = [(backward_s if kind == "backward" else forward_s)[stage] for kind, stage in passes]
+    duration_s = np.array(seconds, dtype=float)
+
+    def run(window: int) -> tuple[float, np.ndarray]:
+        order = np.zeros((num_micro_batches * len(passes), 2), np.int64)
+        end_s = run_window(device, duration_s, float(message_s), num_micro_batches, window, order)
+        return float(end_s), order
+
     longest = min(num_micro_batches, (_MAX_WINDOW + has_estimate) * devices)
-    timelines = [
-        _replay_window(
-            passes, device_of, (forward_s, backward_s), num_micro_batches, message_s, window
-        )
-        for window in range(min(devices, longest), longest + 1)
-    ]
+    shortest = min(devices, longest)
+    runs = [run(window) for window in range(shortest, longest + 1)]
     # Of equally fast ones the first has the fewest in flight.
-    best = min(timelines, key=lambda timeline: round(timeline.makespan_s, 12))
-    return _read_order(best, devices)
+    runs.sort(key=lambda each: round(each[0], 12))
+    for _, order in itertools.chain(runs, map(run, range(shortest - 1, 0, -1))):
+        lists: list[list[Action]] = [[] for _ in range(devices)]
+        for m, number in order.tolist():
+            kind, stage = passes[number]
+            lists[device_of[stage]].append(Action(kind, stage, m))
+        yield tuple(map(tuple, lists))
 
 
 def order_opposite(
@@ -187,6 +205,11 @@ def replay_opposite(
     return Replay(operations, {f"device {d}": "readiness" for d in range(devices)}).run()
 
 
+def count_most_in_flight(plan: Plan, *, has_estimate: bool) -> int:
+    """Counts the most micro-batches that the orders of `list_orders` have in flight."""
+    return (_MAX_WINDOW + has_estimate) * plan.num_stages
+
+
 def count_in_flight(order: Sequence[Sequence[Action]]) -> dict[int, int]:
     """Counts, by virtual stage, the most micro-batches whose backward pass is still to come."""
     peaks: dict[int, int] = {}
@@ -199,6 +222,20 @@ def count_in_flight(order: Sequence[Sequence[Action]]) -> dict[int, int]:
     return peaks
 
 
+def _order_in_turn(devices: int, num_micro_batches: int) -> Order:
+    """Two opposite chains that take turns, with one micro-batch of one of them in flight."""
+    kinds: tuple[Kind, ...] = ("forward", "backward")
+    return tuple(
+        tuple(
+            Action(kind, stage, m)
+            for m in range(num_micro_batches)
+            for stage in (device, 2 * devices - 1 - device)
+            for kind in kinds
+        )
+        for device in range(devices)
+    )
+
+
 def _alternate(stage: int, warm_up: int, num_micro_batches: int) -> tuple[Action, ...]:
     ahead = min(warm_up, num_micro_batches)
     actions = [Action("forward", stage, m) for m in range(ahead)]
@@ -207,36 +244,6 @@ def _alternate(stage: int, warm_up: int, num_micro_batches: int) -> tuple[Action
         if m + ahead < num_micro_batches:
             actions.append(Action("forward", stage, m + ahead))
     return tuple(actions)
-
-
-def _replay_window(
-    passes: Sequence[tuple[Kind, int]],
-    device_of: Sequence[int],
-    seconds: tuple[Sequence[float], Sequence[float]],
-    num_micro_batches: int,
-    message_s: float,
-    window: int,
-) -> Timeline:
-    """Runs each micro-batch through its passes, with at most `window` of them in flight."""
-    operations = []
-    for m in range(num_micro_batches):
-        before = Action(*passes[-1], m - window) if m >= window else None
-        # The farthest pass runs first, then the earliest micro-batch.
-        for progress, (kind, stage) in enumerate(passes):
-            action = Action(kind, stage, m)
-            is_near = before is None or device_of[before.stage] == device_of[stage]
-            lag_s = message_s if progress and not is_near else 0.0
-            operations.append(
-                Operation(
-                    name=action,
-                    queue=f"device {device_of[stage]}",
-                    duration_s=seconds[kind == "backward"][stage],
-                    after={before: lag_s} if before else {},
-                    priority=m - progress * num_micro_batches,
-                )
-            )
-            before = action
-    return Replay(operations, {f"device {d}": "priority" for d in device_of}).run()
 
 
 def _read_order(timeline: Timeline, devices: int) -> Order:

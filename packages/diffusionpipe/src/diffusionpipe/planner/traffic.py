@@ -24,7 +24,6 @@ __all__ = [
     "find_stage_feeds",
     "join_ranges",
     "list_messages",
-    "match_rows",
 ]
 
 Keys = Sequence[Sequence[str]]
@@ -197,29 +196,6 @@ def list_messages(
     yield from _list_frozen(plan, senders, feeds, components, order)
 
 
-def match_rows(
-    plan: Plan, source: int, target: int, micro_batch: int
-) -> Iterator[tuple[int, int, range]]:
-    """Yields (sender, receiver, common rows) of a micro-batch between two stages.
-
-    Args:
-        plan: plan.
-        source, target: virtual stages.
-        micro_batch: index of the micro-batch.
-    """
-    if len(plan.devices[source]) == len(plan.devices[target]):
-        for sender, receiver in zip(plan.devices[source], plan.devices[target], strict=True):
-            yield sender, receiver, plan.samples(source, micro_batch, sender)
-        return
-    for sender in plan.devices[source]:
-        rows = plan.samples(source, micro_batch, sender)
-        for receiver in plan.devices[target]:
-            others = plan.samples(target, micro_batch, receiver)
-            common = range(max(rows.start, others.start), min(rows.stop, others.stop))
-            if common:
-                yield sender, receiver, common
-
-
 def join_ranges(ranges: Iterable[Rows]) -> list[Rows]:
     """Returns the same rows in as few ranges as possible, in order."""
     joined: list[Rows] = []
@@ -240,12 +216,28 @@ def _match(
     keys: tuple[str, ...],
 ) -> Iterator[PlannedMessage]:
     """Yields the messages between passes of two stages, of all micro-batches."""
+    sources, targets = plan.devices[sent_by[1]], plan.devices[used_by[1]]
+    num_sources, num_targets = (len(own) // plan.num_groups for own in (sources, targets))
+    # Both stages' ranks share a group's rows of a micro-batch evenly, in order.
+    rows = plan.batch_size // (plan.num_groups * plan.num_micro_batches)
+    given, needed = rows // num_sources, rows // num_targets
+    pairs = []
+    for index, sender in enumerate(sources):
+        if sender not in senders:
+            continue
+        group, own = divmod(index, num_sources)
+        first, stop = own * given, (own + 1) * given
+        base = group * rows * plan.num_micro_batches
+        for other in range(first // needed, -(-stop // needed)):
+            receiver = targets[group * num_targets + other]
+            if receiver != sender:
+                common = max(first, other * needed), min(stop, (other + 1) * needed)
+                pairs.append((sender, receiver, base + common[0], base + common[1]))
     for m in range(plan.num_micro_batches):
         ends = Action(*sent_by, m), Action(*used_by, m)
-        for sender, receiver, rows in match_rows(plan, sent_by[1], used_by[1], m):
-            if sender != receiver and sender in senders:
-                ranges = ((rows.start, rows.stop),)
-                yield PlannedMessage(*ends, sender, receiver, keys, ranges, backbone)
+        for sender, receiver, first, stop in pairs:
+            ranges = ((first + m * rows, stop + m * rows),)
+            yield PlannedMessage(*ends, sender, receiver, keys, ranges, backbone)
 
 
 def _list_frozen(

@@ -52,7 +52,7 @@ class StageTables(NamedTuple):
         backward_s: seconds of the backward pass.
         sync_s: seconds of the sum of gradients.
         cut_s: seconds of a micro-batch's messages across the cut before layer i [i].
-        fixed_bytes: bytes that layers i to j need whatever is computed [i, j].
+        fixed_bytes: bytes that layers i to j need whatever is computed.
         flight_bytes: bytes that a micro-batch in flight keeps there.
         limit_bytes: memory of a device.
     """
@@ -120,7 +120,7 @@ def partition(
         sync_s=sum_spans(gradient_bytes)[..., None]
         * (2 * sync_s_per_byte * np.maximum(replicas - 1, 0) * share),
         cut_s=np.array([0.0, *cuts, 0.0]),
-        fixed_bytes=np.zeros((layers + 1, layers + 1)),
+        fixed_bytes=np.zeros((layers + 1, layers + 1, len(replicas))),
         flight_bytes=np.zeros((layers + 1, layers + 1, len(replicas))),
     )
     result = solve_stages(tables, num_stages, num_devices, num_micro_batches)

@@ -1,7 +1,7 @@
 """Inner loops of the stage partitions, compiled."""
 
 # Conditional expressions: numba compiles them to vector instructions.
-# ruff: noqa: ANN001, ANN201, FURB136
+# ruff: noqa: ANN001, ANN201, ANN202, FURB136
 from __future__ import annotations
 
 import numpy as np
@@ -58,7 +58,7 @@ def find_stages(
         time_s, backward_s, sync_s: of layers i to j on r devices: seconds of a micro-batch's passes,
             of its backward pass, of the sum of gradients [i, j, r].
         cut_s: seconds of the cut before layer i [i].
-        fixed_bytes: bytes of layers i to j whatever is computed [i, j].
+        fixed_bytes: bytes of layers i to j on r devices whatever is computed [i, j, r].
         flight_bytes: bytes that a micro-batch in flight keeps there [i, j, r].
         limit_bytes: memory of a device. A stage with s stages from it to the last keeps min(s,
             micro-batches) in flight.
@@ -93,7 +93,7 @@ def find_stages(
                     sync = sync_s[i, j, r]
                     if time_s[i, j, r] > limit_s or sync - hidden_s >= most_exposed_s:
                         continue
-                    if fixed_bytes[i, j] + min(s, num_micro_batches) * flight_bytes[i, j, r] > (
+                    if fixed_bytes[i, j, r] + min(s, num_micro_batches) * flight_bytes[i, j, r] > (
                         limit_bytes
                     ):
                         continue
@@ -121,7 +121,7 @@ def find_stages(
             for r in range(1, min(max_replicas, d) + 1):
                 if time_s[i, j, r] > limit_s or (j < layers and cut_s[j] > limit_s):
                     continue
-                if fixed_bytes[i, j] + min(s, num_micro_batches) * flight_bytes[i, j, r] > (
+                if fixed_bytes[i, j, r] + min(s, num_micro_batches) * flight_bytes[i, j, r] > (
                     limit_bytes
                 ):
                     continue
@@ -134,15 +134,15 @@ def find_stages(
 
 
 @compiled
-def pair_stages(down_s, up_s, link_s, num_stages, is_folded, stops, starts):
+def pair_stages(down_s, up_s, link_s, memory, num_stages, is_folded, stops, starts):
     """Pairs a span from the front with one from the back on each device; least longest device.
 
     Args:
-        down_s: seconds of a device that holds layers a to b from the front [a, b]; infinite where it
-            must not.
+        down_s: seconds of layers a to b from the front [a, b].
         up_s: seconds of layers a to b from the back [a, b].
         link_s: seconds of a micro-batch's messages between the devices that hold the layers before
             a and from b, and the others [a, b].
+        memory: a `PairMemory`.
         num_stages: devices.
         is_folded: both are of one chain, and the last device holds all that is left between; else
             there are two chains, and each ends on the last device.
@@ -150,7 +150,7 @@ def pair_stages(down_s, up_s, link_s, num_stages, is_folded, stops, starts):
         starts: written: begin of each device's span from the back.
 
     Returns:
-        Seconds of the longest device or message, or infinity.
+        Seconds of the longest device or message, or infinity if no stages fit into memory.
     """
     num_down, num_up = down_s.shape[0] - 1, up_s.shape[0] - 1
     best = np.full((num_stages + 1, num_down + 1, num_up + 1), np.inf)
@@ -167,7 +167,7 @@ def pair_stages(down_s, up_s, link_s, num_stages, is_folded, stops, starts):
                 for a in range(s - 1, b if s > 1 else 1):
                     for d in range(c + 1 if s > 1 else num_up, num_up - s + 2):
                         longest = max(best[s - 1, a, d], down_s[a, b] + up_s[c, d], link)
-                        if longest < best[s, b, c]:
+                        if longest < best[s, b, c] and _fits(memory, s - 1, a, b, c, d):
                             best[s, b, c] = longest
                             origin[s, b, c, 0], origin[s, b, c, 1] = a, d
     a, d, result = num_down, 0, best[num_stages, num_down, 0]
@@ -176,7 +176,7 @@ def pair_stages(down_s, up_s, link_s, num_stages, is_folded, stops, starts):
         for b in range(num_down + 1):
             for c in range(b + 1, num_up + 1):
                 longest = max(best[paired, b, c], down_s[b, c])
-                if longest < result:
+                if longest < result and _fits(memory, paired, b, c, c, c):
                     result, a, d = longest, b, c
         stops[num_stages - 1], starts[num_stages - 1] = d, d
     if result < np.inf:
@@ -184,3 +184,17 @@ def pair_stages(down_s, up_s, link_s, num_stages, is_folded, stops, starts):
             stops[s - 1], starts[s - 1] = a, d
             a, d = origin[s, a, d, 0], origin[s, a, d, 1]
     return result
+
+
+@compiled
+def _fits(memory, device, a, b, c, d):
+    """Whether layers a to b from the front and c to d from the back fit into a device's memory."""
+    first = memory.down_flights[device] * memory.down_flight_bytes[a, b]
+    second = memory.up_flights[device] * memory.up_flight_bytes[c, d]
+    need = memory.down_bytes[a, b] + memory.up_bytes[c, d]
+    need += max(first, second) if memory.takes_turns else first + second
+    outputs = memory.down_outputs[a, b] | memory.up_outputs[c, d]
+    for number in range(len(memory.output_bytes)):
+        if (outputs >> number) & 1:
+            need += memory.output_bytes[number]
+    return need <= memory.limit_bytes[device]

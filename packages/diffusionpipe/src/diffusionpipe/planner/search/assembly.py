@@ -81,7 +81,7 @@ def _forecast(plan: Plan, inputs: PlanInputs) -> Plan:
 
 
 def _order_passes(plan: Plan, inputs: PlanInputs, *, has_estimate: bool) -> Plan:
-    """Adds the first order that fits into memory, or the last."""
+    """Adds the first order that fits into memory, with room for frozen components, or the last."""
     seconds = [
         inputs.costs[plan.backbones[v]].span_seconds(span, len(plan.samples(v, 0, ranks[0])))
         for v, (span, ranks) in enumerate(zip(plan.spans, plan.devices, strict=True))
@@ -98,10 +98,28 @@ def _order_passes(plan: Plan, inputs: PlanInputs, *, has_estimate: bool) -> Plan
                 order[rank] = _add_sums(plan, actions)
         name = "estimate_order" if has_estimate else "order"
         ordered = replace(plan, **{name: tuple(order)})  # type: ignore[arg-type]
-        peaks = find_peak_bytes(ordered, inputs)
-        if all(peak <= limit for peak, limit in zip(peaks, inputs.memory_bytes, strict=True)):
+        room = _find_room(ordered, inputs)
+        if min(room) >= 0 and max(room) >= sum(inputs.profile.frozen_parameter_bytes.values()):
             break
     return ordered
+
+
+def _find_room(plan: Plan, inputs: PlanInputs) -> list[int]:
+    """Bytes left on each device of a group, the least of all groups."""
+    peaks = find_peak_bytes(plan, inputs)
+    groups = [plan.list_group(group) for group in range(plan.num_groups)]
+    return [
+        min(inputs.memory_bytes[r] - peaks[r] for r in own) for own in zip(*groups, strict=True)
+    ]
+
+
+def _choose_holders(plan: Plan, inputs: PlanInputs) -> dict[str, list[bool]]:
+    """By frozen component, the devices of a group that have room for its weights."""
+    holders, room = {}, _find_room(plan, inputs)
+    for name, num_bytes in inputs.profile.frozen_parameter_bytes.items():
+        holders[name] = [each >= num_bytes for each in room]
+        room = [each - num_bytes * (each >= num_bytes) for each in room]
+    return holders
 
 
 def _add_sums(plan: Plan, passes: Sequence[Action]) -> tuple[Action, ...]:
@@ -133,7 +151,11 @@ def _add_frozen(plan: Plan, inputs: PlanInputs, encoding: Encoding, *, has_estim
             name: [sum(stop - first for first, stop in by_rank[rank]) for rank in groups[0]]
             for name, by_rank in plan.owners.items()
         }
-        insertions = fill_idle(slots, components, rows, quotas if has_estimate else None)
+        insertions = (
+            fill_idle(slots, components, rows, quotas)
+            if has_estimate
+            else fill_idle(slots, components, rows, holders=_choose_holders(plan, inputs))
+        )
     else:
         insertions = encode_first(len(groups[0]), components, rows)
     max_rows = {each.name: each.max_rows for each in components}
