@@ -124,3 +124,46 @@ def test_ranks_agree_when_frozen_outputs_are_sent(make_profile):
     assert agreed_s == max(sent)
     assert agreed_s > max(timeline.span_s(name)[1] for name in timeline.graph.index
                           if name[0] not in ("message", "agreement", "step"))  # fmt: skip
+
+
+def test_messages_take_computation_from_both_ends(make_profile):
+    # Two stages, one micro-batch: a message of h3 and emb goes there, its gradients come back.
+    profile = make_profile(8, frozen_s=0.0)
+    cluster = make_cluster(2)
+    options = {"batch_size": 4, "num_stages": 2, "num_micro_batches": 1, "placement": "chain"}
+    free = plan(None, profile, cluster, **options)
+    dear = replace(profile, message_s=0.1, message_s_per_byte=1e-4)
+    costly = plan(None, dear, cluster, **options)
+    assert costly.spans == free.spans == ((0, 4), (4, 8))
+    # Four passes in a row each bear half of a message.
+    message_s = 0.1 + 4 * (1000 + 10) * 1e-4
+    assert costly.predicted_s - free.predicted_s == pytest.approx(4 * message_s / 2)
+
+
+@pytest.mark.parametrize("gradient_bytes", [100_000, 5_000_000])
+def test_sums_take_computation_too(make_profile, gradient_bytes):
+    # One bucket, or one a layer.
+    profile = make_profile(4, frozen_s=0.0, gradient_bytes=gradient_bytes)
+    cluster = make_cluster(2, rate=1e6 * Gbps)
+    options = {"batch_size": 4, "placement": "data", "num_micro_batches": 1}
+    free = plan(None, profile, cluster, **options)
+    costly = plan(None, replace(profile, message_s_per_byte=1e-8), cluster, **options)
+    # On a ring of two ranks each sends and receives 2 (2 - 1) / 2 of all gradients.
+    assert costly.predicted_s - free.predicted_s == pytest.approx(4 * gradient_bytes * 1e-8)
+
+
+def test_a_frozen_output_costs_its_sender(make_profile):
+    profile = replace(make_profile(4, frozen_s=0.1), message_s=1.0)
+    cluster = make_cluster(2, rate=1e6 * Gbps)
+    options = {"batch_size": 4, "num_stages": 2, "num_micro_batches": 1, "placement": "chain"}
+    chosen = plan(None, profile, cluster, **options)
+    free = replace(profile, message_s=0.0)
+    replays = [PlanReplay(chosen, PlanInputs(each, cluster)) for each in (profile, free)]
+    sent = [
+        sum(m.used_by is None and m.sender == rank for m in replays[0].messages) for rank in (0, 1)
+    ]
+    assert sum(sent) > 0
+    for rank in (0, 1):
+        costly_s, free_s = (sum(each.sum_seconds(rank)) for each in replays)
+        # Beside frozen outputs, a half of the values' message and of their gradients'.
+        assert costly_s - free_s == pytest.approx(sent[rank] + 1.0)

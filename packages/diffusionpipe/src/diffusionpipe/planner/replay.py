@@ -43,7 +43,7 @@ class PlanReplay:
         self.messages = tuple(messages)
         self._buckets = [self._cut_buckets(stage) for stage in range(len(plan.spans))]
         self._edges: dict[tuple[int, int], tuple[Link, str | tuple[str, str], int]] = {}
-        self._pass_s: dict[tuple[str, int, int], list[float]] = {}
+        self._pass_s: dict[tuple[str, int, bool], list[float]] = {}
 
     @cached_property
     def sizes(self) -> list[int]:
@@ -127,8 +127,8 @@ class PlanReplay:
     def _list_operations(self, is_passes_only: bool) -> Iterator[Operation]:
         needs: dict[tuple[int, Action], list[Hashable]] = defaultdict(list)
         for number, (message, size) in enumerate(zip(self.messages, self.sizes, strict=True)):
-            pieces = self._count_pieces(message.sent_by)
-            sent_by = message.sent_by, message.sender, pieces - 1
+            last_piece = len(self._list_buckets(message.sent_by)) - 1
+            sent_by = message.sent_by, message.sender, last_piece
             name = ("message", number)
             yield Operation(name, *self._find_send(message, size), [sent_by])
             if message.used_by is not None:
@@ -200,10 +200,10 @@ class PlanReplay:
                 size, own_s = 0, 0.0
         return buckets
 
-    def _count_pieces(self, action: Action) -> int:
-        """The last backward pass has a piece for each bucket, all others one."""
+    def _list_buckets(self, action: Action) -> list[tuple[int, float]]:
+        """A pass' pieces, bytes and share of its time: the last backward pass has one a bucket."""
         is_last = action.micro_batch == self._plan.num_micro_batches - 1
-        return len(self._buckets[action.stage]) if is_last and action.kind == "backward" else 1
+        return self._buckets[action.stage] if is_last and action.kind == "backward" else [(0, 1.0)]
 
     def _list_pieces_s(self, action: Action, rank: int) -> list[float]:
         """Seconds of a pass or job, in pieces, with what messages cost it."""
@@ -219,21 +219,17 @@ class PlanReplay:
     def _list_pass_s(self, action: Action, rank: int) -> list[float]:
         """Seconds of a pass by itself; sums of gradients cost as much computation as messages do."""
         plan = self._plan
+        buckets = self._list_buckets(action)
         # All ranks and micro-batches of a stage have as many rows.
-        pieces = self._count_pieces(action)
-        key = (action.kind, action.stage, pieces)
+        key = (action.kind, action.stage, buckets is self._buckets[action.stage])
         if key not in self._pass_s:
             rows = len(plan.samples(action.stage, action.micro_batch, rank))
             costs = self._inputs.costs[plan.backbones[action.stage]]
             forward_s, backward_s = costs.span_seconds(plan.spans[action.stage], rows)
             seconds = backward_s if action.kind == "backward" else forward_s
-            self._pass_s[key] = [seconds]
-            if pieces > 1:
-                replicas = len(plan.devices[action.stage])
-                byte_s = 2 * (replicas - 1) / replicas * self._inputs.profile.message_s_per_byte
-                self._pass_s[key] = [
-                    share * seconds + size * byte_s for size, share in self._buckets[action.stage]
-                ]
+            replicas = len(plan.devices[action.stage])
+            byte_s = 2 * (replicas - 1) / replicas * self._inputs.profile.message_s_per_byte
+            self._pass_s[key] = [share * seconds + size * byte_s for size, share in buckets]
         return self._pass_s[key]
 
     def _find_send(self, message: PlannedMessage, size: int) -> tuple[str | tuple[str, str], float]:

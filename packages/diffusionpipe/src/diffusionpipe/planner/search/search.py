@@ -7,14 +7,13 @@ can win: branch and bound. Plans that exceed a device's memory are left out.
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import replace
 from math import inf
 from typing import TYPE_CHECKING, Any
 
 from diffusionpipe.planner.costs import PlanInputs
 from diffusionpipe.planner.explanation import explain
-from diffusionpipe.planner.plan import Plan
+from diffusionpipe.planner.plan import Plan, list_fingerprints
 from diffusionpipe.planner.search.assembly import assemble
 from diffusionpipe.planner.search.bounds import find_least_s
 from diffusionpipe.planner.search.candidates import Constraints, list_sketches
@@ -81,7 +80,7 @@ def plan(
         best,
         unfilled_s=assemble(best, inputs, "first").predicted_s,
         cached_s=assemble(best, inputs, "cached").predicted_s,
-        fingerprints={"profile": _hash(profile.to_json()), "cluster": _hash(cluster.to_yaml())},
+        fingerprints={} if job is None else list_fingerprints(job),
     )
     lacking = [each for each in plans if each not in fitting]
     changes = list(find_changes(fitting, inputs))
@@ -123,10 +122,6 @@ def _replay_best(inputs: PlanInputs, wanted: Constraints) -> list[Plan]:
 def _fits(plan: Plan, inputs: PlanInputs) -> bool:
     pairs = zip(plan.ranks, inputs.memory_bytes, strict=True)
     return all(each.peak_bytes <= limit for each, limit in pairs)
-
-
-def _hash(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _check_constraints(inputs: PlanInputs, wanted: Constraints) -> None:
