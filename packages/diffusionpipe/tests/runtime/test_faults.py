@@ -12,6 +12,7 @@ from torch import nn
 
 from diffusionpipe.job.draws import Draw
 from diffusionpipe.job.layers import OUTPUT, ChainLayer
+from diffusionpipe.planner.plan import list_fingerprints
 from diffusionpipe.runtime.engine import Engine
 from diffusionpipe.runtime.links import Links
 from diffusionpipe.runtime.stages import StageCompute
@@ -237,6 +238,21 @@ def test_late_frozen_jobs_move_to_the_end_and_are_counted(pair):
 def test_a_plan_for_another_number_of_ranks_is_refused():
     with pytest.raises(ConfigError, match=r"a plan for 1 ranks, got one for 2; start as many"):
         Engine(make_job(), PLANS["chain of 2"](), make_sgd)
+
+
+def test_a_plan_for_another_job_or_torch_is_refused():
+    job, plan = make_job(), PLANS["one process"]()
+    prints = list_fingerprints(job)
+    Engine(job, replace(plan, fingerprints=prints), make_sgd)
+    narrow = list_fingerprints(make_job(make_model(dtype=torch.float32)))
+    with pytest.raises(
+        ConfigError, match=rf"for this job \({prints['job']}\), got .* another \({narrow['job']}\)"
+    ):
+        Engine(job, replace(plan, fingerprints=narrow), make_sgd)
+    with pytest.raises(
+        ConfigError, match=r"made for this torch .* got one made for another \(1.0\); profile"
+    ):
+        Engine(job, replace(plan, fingerprints=prints | {"torch": "1.0"}), make_sgd)
 
 
 @pytest.mark.unchecked

@@ -8,7 +8,6 @@ and sample, whatever the stages, micro-batches, replicas and placement.
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -20,7 +19,7 @@ from torch import nn
 
 from diffusionpipe.job.draws import decide
 from diffusionpipe.job.job import Batch, Job
-from diffusionpipe.planner.plan import Plan
+from diffusionpipe.planner.plan import Plan, list_fingerprints
 from diffusionpipe.runtime.agreement import (
     Form,
     add_losses,
@@ -88,7 +87,7 @@ class Engine:
             seed: of all draws.
 
         Raises:
-            ConfigError: the plan needs another number of ranks, the job cannot be trained, or
+            ConfigError: the plan is for other ranks, another job or torch, the job cannot be trained, or
                 `optimizer` makes none.
             CommError: ranks were given unlike plans, jobs or seeds, or one of them cannot go on.
         """
@@ -98,10 +97,10 @@ class Engine:
         # Small messages of the host go over connections of their own.
         self._control = None if self._group is None else Group.control()
         self.rank = 0 if self._group is None else self._group.rank
-        self._trained = job.trained
+        self._trained, self._fingerprints = job.trained, list_fingerprints(job)
         problem, self.optimizer = None, None
         try:
-            self._check_world()
+            self._check_plan()
             job.validate()
             self._weights = WeightShares(job, plan)
             self._parameters = {
@@ -112,8 +111,7 @@ class Engine:
             self.optimizer = self._make_optimizer(optimizer)
         except MeshyardError as error:
             problem = error
-        about = hashlib.sha256(job.describe().encode()).hexdigest()
-        facts = {"plan": plan.fingerprint(), "job": about, "seed": seed}
+        facts = {"plan": plan.fingerprint(), **self._fingerprints, "seed": seed}
         check_alike(self._control, facts, problem)
         self._running: _Running | None = None
         self._is_loaded = False
@@ -322,7 +320,7 @@ class Engine:
             programs.append(every[self.rank])
         return programs
 
-    def _check_world(self) -> None:
+    def _check_plan(self) -> None:
         num_ranks = 1 if self._group is None else self._group.world_size
         if self.plan.num_ranks != num_ranks:
             raise ConfigError(
@@ -330,6 +328,13 @@ class Engine:
                 f"start as many, as `torchrun --nproc-per-node={self.plan.num_ranks}`, or plan for "
                 "these"
             )
+        for name, own in self._fingerprints.items():
+            planned = self.plan.fingerprints.get(name, own)
+            if planned != own:
+                raise ConfigError(
+                    f"plan: expected one made for this {name} ({own}), got one made for another "
+                    f"({planned}); profile the job as it is here, and plan anew"
+                )
         if self.job.self_conditioning and not self.plan.estimate_order:
             raise ConfigError(
                 "plan.estimate_order: expected orders of steps with self-conditioning, got none; make "
