@@ -36,6 +36,9 @@ class ChainProfile:
         saved_bytes: by layer and sample, what is kept for backward apart from weights and the
             backbone's inputs; a tensor that two layers keep counts at the first.
         value_bytes: by key and sample, of inputs, values, "output" and "target".
+        sum_bytes: by layer, of the sums of gradients, which are float32 at least; empty where that is
+            `gradient_bytes`.
+        whole: keys of values that have not one row a sample.
     """
 
     layers: tuple[str, ...]
@@ -50,6 +53,8 @@ class ChainProfile:
     gradient_bytes: tuple[int, ...]
     saved_bytes: tuple[int, ...]
     value_bytes: dict[str, int]
+    sum_bytes: tuple[int, ...] = ()
+    whole: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +72,9 @@ class JobProfile:
         self_conditioning: probability that a step predicts twice.
         device: that was measured.
         num_ranks: that measured at the same time.
+        message_s: seconds of computation that a rank loses to a message that it sends and one that it
+            receives, whatever their sizes.
+        message_s_per_byte: the same, a byte of each.
     """
 
     sizes: tuple[int, ...]
@@ -79,6 +87,8 @@ class JobProfile:
     self_conditioning: float
     device: str
     num_ranks: int
+    message_s: float = 0.0
+    message_s_per_byte: float = 0.0
 
     def __getattr__(self, name: str) -> Any:
         if name in ChainProfile.__dataclass_fields__:

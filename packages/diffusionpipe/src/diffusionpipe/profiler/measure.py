@@ -26,6 +26,7 @@ from diffusionpipe.job.draws import Draw
 from diffusionpipe.job.frozen import Frozen
 from diffusionpipe.job.job import Job, Prepared
 from diffusionpipe.job.layers import OUTPUT
+from diffusionpipe.profiler.interference import time_messages
 from diffusionpipe.profiler.job_profile import ChainProfile, JobProfile
 from diffusionpipe.profiler.saved import count_saved_bytes
 from shared.errors import ConfigError
@@ -90,6 +91,10 @@ def profile(
             zip(job.chains, job.prepare(few, values, draw), job.feeds(few), strict=True)
         )
     )
+    # A batch of middle size: long enough to be measured, short enough to be repeated.
+    rows = take_rows(batch, range(sizes[len(sizes) // 2]))
+    compute = torch.no_grad()(partial(job.compute_loss, rows, seed=0, step=0))
+    message_s, message_s_per_byte = time_messages(compute, repeats)
     measured = JobProfile(
         sizes=sizes,
         chains=chains,
@@ -101,6 +106,8 @@ def profile(
             for component in job.components
         },
         step_s_per_byte=_time_optimizer(job, device),
+        message_s=message_s,
+        message_s_per_byte=message_s_per_byte,
         self_conditioning=job.self_conditioning,
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         num_ranks=1,
@@ -229,6 +236,10 @@ def _describe_chain(chain: Chain, prepared: Prepared, num_rows: int, **tables: A
         gradient_bytes=tuple(sum(p.nbytes for p in own if p.requires_grad) for own in layers),
         saved_bytes=tuple(math.ceil(count / num_rows) for count in saved),
         value_bytes={key: math.ceil(count / num_rows) for key, count in sizes.items()},
+        sum_bytes=tuple(
+            sum(p.numel() * max(p.itemsize, 4) for p in own if p.requires_grad) for own in layers
+        ),
+        whole=tuple(key for key, t in values.items() if not t.dim() or len(t) != num_rows),
         **tables,
     )
 
@@ -276,6 +287,9 @@ def _agree(measured: JobProfile) -> JobProfile:
             name: _median([each.frozen_s[name] for each in ranks]) for name in measured.frozen_s
         },
         step_s_per_byte=_median([each.step_s_per_byte for each in ranks]),
+        # Two ranks measured these, the others have zeros.
+        message_s=sum(each.message_s for each in ranks) / 2,
+        message_s_per_byte=sum(each.message_s_per_byte for each in ranks) / 2,
         num_ranks=len(ranks),
     )
 
