@@ -28,7 +28,7 @@ from shared.comms import init_from_env
 from shared.topology import Cluster
 
 # How strongly to prefer.
-BETA = 500.0
+BETA = 50.0
 
 
 def build(batch_size: int = 16) -> tuple[dp.Job, Iterator[dict[str, Any]]]:
@@ -89,7 +89,7 @@ def main() -> None:
     job, batches = build()
     profile = dp.profile(job, next(batches))
     plan = dp.plan(job, profile, Cluster.detect(), batch_size=16, placement=arguments.placement)
-    engine = dp.Engine(job, plan, optimizer=lambda p: torch.optim.AdamW(p, 1e-4), seed=0)
+    engine = dp.Engine(job, plan, optimizer=lambda p: torch.optim.AdamW(p, 1e-3), seed=0)
     for step, loss in enumerate(engine.steps(islice(batches, arguments.steps))):
         if rank == 0:
             print(f"step {step}: loss {loss:.4f}")

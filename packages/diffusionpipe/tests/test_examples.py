@@ -125,10 +125,10 @@ def compute_preference(job, batch, beta, row):
 
 @pytest.mark.slow
 def test_preferences_train_on_two_ranks(tmp_path):
-    words = ["--steps", "8", "--placement", "folded"]
+    words = ["--steps", "12", "--placement", "folded"]
     losses = read_losses(run([*TORCHRUN, EXAMPLES / "train_preferences.py", *words], tmp_path))
-    assert len(losses) == 8
-    assert min(losses[4:]) < losses[0]
+    assert len(losses) == 12
+    assert sum(losses[8:]) / 4 < 0.95 * losses[0]
 
 
 def test_there_are_two_or_three_examples():
