@@ -112,7 +112,9 @@ def bench_bytes(benchmark, record_claim):
                 higher_is_better=False,
                 correct=is_same and len(set(losses)) == STEPS and off == 0
                 and set(counted) == set(planned)
-                and frames[placement] > STEPS * totals[placement],
+                # Headers are a twentieth; agreements and the start have a hundredth and 3 MB.
+                and frames[placement] / (STEPS * totals[placement]) > 1
+                and frames[placement] < 1.08 * STEPS * totals[placement] + 3e6,
                 detail=f"batch {BATCH} in {COUNT} micro-batches, {STEPS} steps; by edge {counted}; largest "
                 f"difference {off:.0f} bytes; all frames of the run {frames[placement]:,} bytes",
                 source=COMMAND,

@@ -3,7 +3,7 @@
 Two ranks, a core each, on one machine and on two hosts at 100 Mbit/s. Plans of all placements and numbers of
 micro-batches take turns on the same batches; of a plan's two steps in a turn the second is measured, as a run
 of its own has its weights in caches. A step is the slower rank's. The choice is the plan of the shortest
-prediction, made before anything runs.
+prediction, or data parallelism where that is a few percent behind, made before anything runs.
 """
 
 import sys

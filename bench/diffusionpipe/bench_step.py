@@ -56,7 +56,8 @@ PEERS = [
     },
     {
         "peer": "FSDP2",
-        "setting": "a group a block, weights kept whole until the backward pass, frozen part first",
+        "setting": "a group a block, weights kept whole until the backward pass, frozen part first or ahead as for "
+        "DDP",
         "why": "the fewest bytes that FSDP2 can send",
     },
     {
@@ -171,7 +172,8 @@ def run_against_others(num_turns):
     ways: dict[str, Any] = {
         "ours": Engine(job, plan),
         "ours, unfilled": Engine(job, put_first(plan)),
-        "FSDP2": DataParallel(job, size, shard),
+        "FSDP2, frozen part first": DataParallel(job, size, shard),
+        "FSDP2, frozen part ahead": DataParallel(job, size, shard, is_prefetched=True),
     }
     for schedule in ("Schedule1F1B", "ScheduleInterleavedZeroBubble"):
         count = choose_micro_batches(job, spans, size, schedule)

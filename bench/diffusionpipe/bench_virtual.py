@@ -2,7 +2,7 @@
 
 Computation sleeps for the profile's seconds and messages are real, so that two cores run eight ranks and
 what is measured is the plan, the engine and its messages. Stages are equal: F 20 ms, B 40 ms a
-micro-batch, as many micro-batches as stages or twice that. With links, every rank is a host on a link of
+micro-batch, as many micro-batches as stages or, up to four stages, twice that. With links, every rank is a host on a link of
 100 Mbit/s and a message takes about 8 ms. The limit of a step is the larger of its passes alone (as the
 closed form or the simulator has them) and all compute spread evenly. Beside it: frozen part first,
 the published form of filling, and jobs added at run time whenever a rank would wait.
@@ -35,10 +35,10 @@ from turns import gather
 
 PASS_S, ROWS = 0.06, 32
 """Seconds of both passes of a micro-batch on a device, and its samples."""
-RATIOS, MICRO_BATCHES = (0.1, 0.4, 0.85), (1, 2)
-"""Frozen over trained seconds; micro-batches over stages."""
-STEPS, TURNS = 4, 2
-"""Steps of each run, of which the first is left out; turns of all ways."""
+RATIOS, MICRO_BATCHES = (0.1, 0.4, 0.85), {2: (1, 2), 4: (1, 2), 8: (1,)}
+"""Frozen over trained seconds; micro-batches over stages, by stages."""
+STEPS, TURNS = 6, 3
+"""Steps of each run, of which the first is left out; turns, of which the first has all ways, the others filled and first."""
 HIDDEN_BYTES = {"none": 250, "100mbit": 3_125}
 LATENCY_S = {"none": 2e-4, "100mbit": 5e-4}
 LIMIT_AIM, ERROR_AIM = 0.96, 3.0
@@ -98,7 +98,7 @@ class Case(NamedTuple):
 def plan_chains(rate, stages, bytes_per_s):
     """Cases of a chain of equal stages."""
     cluster, cases = make_cluster(stages, rate, bytes_per_s), []
-    for factor in MICRO_BATCHES:
+    for factor in MICRO_BATCHES[stages]:
         count = factor * stages
         batch = count * ROWS
         for ratio in RATIOS:
@@ -110,14 +110,16 @@ def plan_chains(rate, stages, bytes_per_s):
             plan = dp.plan(None, profile, cluster, **options)
             bare = without_frozen_part(profile)
             plain = dp.plan(None, bare, cluster, **options)
-            link_s = float(cluster.link(0, 1).time_s(ROWS * HIDDEN_BYTES[rate]))
+            link_s = 0.0
+            if rate != "none":
+                link_s = float(cluster.link(0, 1).time_s(ROWS * HIDDEN_BYTES[rate]))
             # Some more micro-batches in flight than 1F1B's may hide links.
             passes_s = min(
-                simulate_passes(profile, count, link_s if rate != "none" else 0.0),
+                simulate_passes(profile, count, link_s),
                 plain.predicted_s,
             )
             limit_s = max(passes_s, (1 + ratio) * count * PASS_S)
-            published = fill_as_published(plan, profile, batch)
+            published = fill_as_published(plan, profile, batch, link_s)
             name = f"S {stages}, M {count}, ratio {ratio}"
             cases.append(Case(name, profile, plan, limit_s, published, (plain, bare)))
     return cases
@@ -151,14 +153,14 @@ def run_cases(cases):
 
 def run_case(case):
     seconds = {}
-    for _ in range(TURNS):
+    for turn in range(TURNS):
         runs = {
             "filled": list_seconds(run_virtual(case.plan, case.profile, STEPS)),
             "first": list_seconds(run_virtual(put_first(case.plan), case.profile, STEPS)),
         }
-        if case.published is not None:
+        if case.published is not None and turn == 0:
             runs["published"] = list_seconds(run_virtual(case.published, case.profile, STEPS))
-        if case.bare is not None:
+        if case.bare is not None and turn == 0:
             shares = [case.plan.batch_size // case.plan.num_ranks] * case.plan.num_ranks
             job_s, (plan, profile) = case.profile.frozen_s["z"][0], case.bare
             runs["at run time"] = slowest(run_greedily(plan, profile, STEPS, shares, job_s))

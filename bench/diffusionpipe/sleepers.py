@@ -77,13 +77,14 @@ def without_frozen_part(profile: JobProfile) -> JobProfile:
     )  # fmt: skip
 
 
-def fill_as_published(plan: Plan, profile: JobProfile, batch_size: int) -> Plan:
+def fill_as_published(plan: Plan, profile: JobProfile, batch_size: int, link_s: float) -> Plan:
     """The plan with frozen jobs of one sample where the published form puts them.
 
     Args:
         plan: a chain with a layer a device.
         profile: of the same chain.
         batch_size: samples of the batch.
+        link_s: seconds of a message.
     """
     (chain,) = profile.chains
     rows = batch_size // plan.num_micro_batches
@@ -92,8 +93,8 @@ def fill_as_published(plan: Plan, profile: JobProfile, batch_size: int) -> Plan:
     ]
     job_s = profile.frozen_s["z"][0]
     timeline = dp.simulate(
-        seconds[0], seconds[1], plan.num_micro_batches, frozen_s=job_s * batch_size, job_s=job_s,
-        fill="paper",
+        seconds[0], seconds[1], plan.num_micro_batches, link_s=link_s, frozen_s=job_s * batch_size,
+        job_s=job_s, fill="paper",
     ).timeline  # fmt: skip
     order: list[list[Action]] = [[] for _ in range(plan.num_stages)]
     sample = 0
