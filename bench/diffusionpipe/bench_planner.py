@@ -1,8 +1,9 @@
 """Planning 60 layers on 64 devices: the whole grid of stages, micro-batches, replicas and placements, in seconds.
 
 A chain of 60 unequal layers with skips, 8 hosts of 8 devices, a batch of 512. The first plan of a process
-compiles the partition's loops; it is measured too, in a process of its own. The choice is right if no plan
-of given placement, stages and micro-batches is predicted to be faster.
+compiles the partition's loops; it is measured too, in a process of its own. The first profile's choice is
+right if none of up to 24 plans of given placement, stages and micro-batches is predicted to be faster by more
+than the 3 % that `plan` allows.
 """
 
 import sys
@@ -25,7 +26,7 @@ from shared.units import Gbps
 sys.path.insert(0, str(Path(__file__).parent))
 
 LAYERS, HOSTS, DEVICES, BATCH = 60, 8, 8, 512
-TURNS, AIM_S = 3, 10.0
+TURNS, AIM_S, ALLOWED = 3, 10.0, 0.03
 COMMAND = "hatch run bench diffusionpipe/planner"
 
 
@@ -115,7 +116,7 @@ def bench_planner(benchmark, record_claim):
         f"{chosen.num_stages} stages, {chosen.num_micro_batches} micro-batches, {chosen.predicted_s:.3f} s; the "
         f"fastest of {len(forced)} plans of given sizes {least:.3f} s"
     )
-    is_right = len(forced) >= 10 and chosen.predicted_s <= least * 1.02
+    is_right = len(forced) >= 10 and (1 - ALLOWED) * chosen.predicted_s <= least
     for name, value in (("", median(seconds)), (", the first of a process", first_s)):
         record_claim(
             Claim(

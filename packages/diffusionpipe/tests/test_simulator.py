@@ -160,9 +160,9 @@ def test_opposite_chains_fill_each_others_bubbles(stages, micro_batches):
     both = simulate_bidirectional(chain, chain, micro_batches)
     assert sum(both.busy_s) == pytest.approx(2 * micro_batches * stages)
     one = simulate(*chain, micro_batches)
-    # Never longer than one after the other; never shorter than the work or the path of one chain.
-    assert both.makespan_s <= 2 * one.makespan_s + 1e-9
-    assert both.makespan_s >= max(2 * micro_batches, one.makespan_s) - 1e-9
+    # Hardly longer than the work or one chain alone, and never shorter.
+    least_s = max(2 * micro_batches, one.makespan_s)
+    assert least_s - 1e-9 <= both.makespan_s <= 1.17 * least_s
 
 
 @settings(max_examples=60, deadline=None)

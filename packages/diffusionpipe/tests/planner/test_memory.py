@@ -49,12 +49,15 @@ def test_a_stage_whose_micro_batches_in_flight_do_not_fit_is_not_used():
         cut_s=np.zeros(5),
         fixed_bytes=np.zeros((5, 5, 2)),
         flight_bytes=sum_spans([5.0] * 4)[..., None] * np.ones(2),
-        limit_bytes=15.0,
+        limit_bytes=np.full((3, 2), 15.0),
     )
     result = solve_stages(tables, 2, 2, 2)
     assert result is not None
     assert result.stages == [(0, 1), (1, 4)]
-    assert solve_stages(tables._replace(limit_bytes=20.0), 2, 2, 2).stages == [(0, 2), (2, 4)]
+    assert solve_stages(tables._replace(limit_bytes=np.full((3, 2), 20.0)), 2, 2, 2).stages == [
+        (0, 2),
+        (2, 4),
+    ]
 
 
 @settings(max_examples=150, deadline=None)
@@ -70,11 +73,17 @@ def test_partitions_within_memory_equal_brute_force(seed):
     # Not all numbers of replicas are allowed, as where they do not divide the rows.
     allowed = {1, *source.sample(range(2, 7), source.randint(0, 5))}
 
+    # Some devices have more memory than others; stages take them in order.
+    extra = [source.choice([0, 0, 0, 5, 20]) for _ in range(devices)]
+
     def find_peak(ends, counts):
+        """The least common part of all devices' memory with which these stages fit."""
+        firsts = np.cumsum([0, *counts])
         return max(
             sum(fixed[a:b]) + min(num_stages - stage, micro_batches) * sum(flight[a:b]) / r
+            - min(extra[firsts[stage] : firsts[stage] + r])
             for stage, ((a, b), r) in enumerate(zip(ends, counts, strict=True))
-        )
+        )  # fmt: skip
 
     # One way, or about one, fits just so: then the limit often excludes the fastest.
     ways = list(product(cut(layers, num_stages), share(devices, num_stages)))
@@ -83,6 +92,10 @@ def test_partitions_within_memory_equal_brute_force(seed):
     ratio = 1.0 / np.maximum(replicas, 1)
     time_s = sum_spans(np.add(time, back))[..., None] * ratio
     time_s[..., [count for count in replicas if count not in allowed]] = np.inf
+    limits = np.full((devices + 1, devices + 1), np.inf)
+    for first in range(devices):
+        for count in range(1, devices - first + 1):
+            limits[first, count] = limit + min(extra[first : first + count])
     tables = StageTables(
         time_s=time_s,
         backward_s=sum_spans(back)[..., None] * ratio,
@@ -90,7 +103,7 @@ def test_partitions_within_memory_equal_brute_force(seed):
         cut_s=np.zeros(layers + 1),
         fixed_bytes=sum_spans(fixed)[..., None] * np.ones(devices + 1),
         flight_bytes=sum_spans(flight)[..., None] * ratio,
-        limit_bytes=limit,
+        limit_bytes=limits,
     )
     best = np.inf
     for ends, counts in ways:
@@ -104,9 +117,6 @@ def test_partitions_within_memory_equal_brute_force(seed):
             best = min(best, (micro_batches + 2 * num_stages - 2) * period + exposed)
     result = solve_stages(tables, num_stages, devices, micro_batches)
     assert (result.objective_s if result else np.inf) == pytest.approx(best)
-    within = solve_stages(tables, num_stages, devices, micro_batches, best * 1.01 + 0.01)
-    assert (within is None) == (result is None)
-    assert solve_stages(tables, num_stages, devices, micro_batches, best * 0.99) is None
 
 
 def draw_chain(chain, source):
@@ -168,3 +178,19 @@ def test_two_spans_a_device_are_chosen_if_and_only_if_some_fit(make_profile, see
     chosen = plan(None, profile, cluster, batch_size=rows * micro_batches, **options)
     assert max(each.peak_bytes for each in chosen.ranks) <= limit
     assert sum(each.kind == "encode" for own in chosen.order for each in own) >= bool(frozen_s)
+
+
+def test_narrow_weights_have_wide_sums(make_profile):
+    # A layer of 1,000 bytes in bfloat16: sums of 2,000 in float32, two moments and the step's gradients
+    # as narrow as the weights.
+    profile = make_profile(4, gradient_bytes=1000, saved_bytes=0, frozen_s=0.0)
+    chain = replace(profile.chains[0], sum_bytes=(2000,) * 4)
+    wide = replace(profile, chains=(chain,))
+    cluster = Cluster.uniform(2, 1, CPU)
+    options = {"batch_size": 4, "placement": "data", "num_micro_batches": 1}
+    plans = [plan(None, each, cluster, **options) for each in (profile, wide)]
+    frozen_outputs = 2 * 2 * 500
+    peaks = [each.ranks[0].peak_bytes - frozen_outputs for each in plans]
+    assert peaks == [4 * 4 * 1000, 4 * (1000 + 2000 + 2 * 1000 + 1000)]
+    # A ring of two: each sends all sums once.
+    assert [each.ranks[0].sent_bytes for each in plans] == [4 * 1000, 4 * 2000]

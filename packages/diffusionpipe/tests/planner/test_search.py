@@ -331,3 +331,79 @@ def test_no_choice_of_numbers_gives_a_plan_faster_by_more_than_three_percent(mak
     assert (1 - 0.03) * best.predicted_s <= min(seconds.values())
     own = best.placement, best.num_stages, best.num_micro_batches
     assert seconds[own] == pytest.approx(best.predicted_s)
+
+
+def test_unequal_memory_is_used(make_profile):
+    # Eight layers of 0.8 GB with moments: 2 and 6 of them fit into 2 and 8 GB.
+    profile = make_profile(8, gradient_bytes=200_000_000, frozen_s=0.0)
+    link = Link.from_rate(1000 * Gbps, alpha_s=1e-5)
+    hosts = tuple(
+        replace(host, devices=(replace(CPU, memory_bytes=memory),), name=name)
+        for host, memory, name in zip(
+            Cluster.uniform(2, 1, CPU, network=link).hosts, (2 * 10**9, 8 * 10**9), ("small", "large"), strict=True
+        )
+    )  # fmt: skip
+    chosen = plan(
+        None, profile, Cluster(hosts=hosts, network=link), batch_size=8, placement="chain"
+    )
+    assert chosen.spans == ((0, 2), (2, 8))
+    swapped = Cluster(hosts=hosts[::-1], network=link)
+    assert plan(None, profile, swapped, batch_size=8, placement="chain").spans == ((0, 6), (6, 8))
+
+
+def test_values_without_a_row_a_sample_need_equal_replicas(make_profile):
+    # On three ranks the cheap first layers take one, the dear last ones two.
+    profile = make_profile(3, forward_by_layer=[0.01, 0.02, 0.02], frozen_s=0.0)
+    options = {"batch_size": 8, "num_stages": 2, "placement": "chain"}
+    free = plan(None, profile, make_cluster(3, rate=1000 * Gbps), **options)
+    assert sorted(map(len, free.devices)) == [1, 2]
+    chain = replace(profile.chains[0], whole=("h0",))
+    with pytest.raises(ConfigError, match="expected one that micro-batches and ranks divide"):
+        plan(None, replace(profile, chains=(chain,)), make_cluster(3), **options)
+    even = plan(None, replace(profile, chains=(chain,)), make_cluster(4), **options)
+    assert {len(ranks) for ranks in even.devices} == {2}
+
+
+@pytest.mark.parametrize("per_host", [(3, 1), (1, 3)])
+def test_the_slowest_copy_decides(make_profile, per_host):
+    # Of two copies one lies inside a host, the other one sends over the network.
+    profile = make_profile(6, hidden_bytes=200_000, frozen_s=0.0)
+    whole = Cluster.uniform(
+        2, 3, CPU, network=Link.from_rate(100 * Mbps, alpha_s=1e-4),
+        local=Link.from_rate(100 * Gbps, alpha_s=1e-5),
+    )  # fmt: skip
+    hosts = tuple(
+        replace(host, devices=host.devices[:count])
+        for host, count in zip(whole.hosts, per_host, strict=True)
+    )
+    cluster = replace(whole, hosts=hosts)
+    inputs = PlanInputs(profile, cluster)
+    chosen = plan(
+        None, profile, cluster, batch_size=8, placement="chain", num_stages=2, num_micro_batches=2
+    )
+    assert chosen.num_groups == 2
+    seconds = [PlanReplay(chosen, inputs, group=group).run().makespan_s for group in (0, 1)]
+    assert chosen.predicted_s == max(seconds) > 1.1 * min(seconds)
+
+
+def test_explain_says_what_was_not_tried(make_profile):
+    profile = make_profile(8)
+    text = plan(None, profile, make_cluster(2), batch_size=13).explain()
+    assert "Data parallelism was left out: it needs micro-batches that 2 ranks" in text
+    assert not text.startswith("Pipeline.")
+    fixed = plan(None, profile, make_cluster(2), batch_size=16, placement="data").explain()
+    assert not fixed.startswith("Do not pipeline")
+    fast = Cluster.uniform(2, 1, CPU).hosts
+    slow = replace(fast[1], devices=(replace(CPU, flops_per_s=CPU.flops_per_s / 10),))
+    mixed = Cluster(hosts=(fast[0], slow), network=Link.from_rate(100 * Mbps, alpha_s=1e-4))
+    assert (
+        "All devices count as equally fast" in plan(None, profile, mixed, batch_size=16).explain()
+    )
+    assert "equally fast" not in text
+
+
+def test_more_micro_batches_than_are_searched_may_be_given(make_profile):
+    chosen = plan(
+        None, make_profile(4), make_cluster(2), batch_size=256, num_micro_batches=256, num_stages=2
+    )
+    assert chosen.num_micro_batches == 256

@@ -232,3 +232,29 @@ def _scheduler():
     from diffusers import DDPMScheduler
 
     return DDPMScheduler()
+
+
+def test_sums_of_narrow_weights_are_wide_and_values_without_a_row_a_sample_are_named():
+    first, last = nn.Linear(4, 4).bfloat16(), nn.Linear(4, 4)
+
+    def double(state):
+        hidden = first(state["x"].bfloat16()).float()
+        return {"h": torch.cat([hidden, 2 * hidden])}
+
+    def join(state):
+        one, other = last(state["h"]).chunk(2)
+        return {"output": one + other}
+
+    layers = [
+        dp.ChainLayer("double", double, ("x",), ("h",), (first,)),
+        dp.ChainLayer("join", join, ("h",), ("output",), (last,)),
+    ]
+    job = dp.Job(
+        dp.chain(layers), {"z": lambda b: b["x"] * 2},
+        lambda b, f, d: {"x": f["z"], "target": b["x"]}, _mean,
+    )  # fmt: skip
+    profile = dp.profile(job, {"x": torch.randn(4, 4)}, sizes=[2], repeats=1)
+    # Twenty parameters a layer, in bfloat16 and in float32.
+    assert profile.gradient_bytes == (40, 80)
+    assert profile.sum_bytes == (80, 80)
+    assert profile.whole == ("h",)

@@ -67,13 +67,25 @@ class ChainCosts:
 
     @cached_property
     def gradient_table(self) -> np.ndarray:
-        """Bytes of gradients."""
+        """Bytes of trained weights."""
         return sum_spans(self.chain.gradient_bytes)
 
     @cached_property
+    def sum_bytes(self) -> tuple[int, ...]:
+        """Bytes by layer of the sums of gradients, which are float32 at least."""
+        return self.chain.sum_bytes or self.chain.gradient_bytes
+
+    @cached_property
+    def sum_table(self) -> np.ndarray:
+        """Bytes of sums of gradients."""
+        return sum_spans(self.sum_bytes)
+
+    @cached_property
     def fixed_table(self) -> np.ndarray:
-        """Bytes of weights, gradients and optimizer state."""
-        return sum_spans(self.chain.parameter_bytes) + (1 + _OPTIMIZER_FACTOR) * self.gradient_table
+        """Bytes of weights, sums of gradients, optimizer state and, if narrower, the step's gradients."""
+        layers = zip(self.sum_bytes, self.chain.gradient_bytes, strict=True)
+        state = [wide + (_OPTIMIZER_FACTOR + (wide > own)) * own for wide, own in layers]
+        return sum_spans(self.chain.parameter_bytes) + sum_spans(state)
 
     @cached_property
     def saved_table(self) -> np.ndarray:

@@ -58,12 +58,13 @@ def _describe_winner(best: Plan, others: Sequence[Plan], lacking: Sequence[Plan]
         return text
     # The rival is the best of the other way of training: all layers on each rank, or some.
     is_data = best.placement == "data"
-    text = f"{'Do not pipeline' if is_data else 'Pipeline'}. {text}"
     kind = "The fastest pipeline" if is_data else "Data parallelism"
     rivals, large = (
         [each for each in plans if (each.placement == "data") != is_data]
         for plans in (others, lacking)
     )
+    if rivals or large:
+        text = f"{'Do not pipeline' if is_data else 'Pipeline'}. {text}"
     if rivals:
         what = f", {_describe(rivals[0])}," if is_data else ""
         return f"{text} {kind}{what} would take {_compare(rivals[0], best)}."
@@ -85,7 +86,9 @@ def _describe_step(best: Plan) -> list[str]:
     lines = [limit]
     if encode_s:
         gain = 1 - best.cached_s / best.predicted_s
-        saved = f"{gain:.0%} less" if gain >= _NOTABLE else "no gain: idle time hides them"
+        hides = best.unfilled_s - best.predicted_s > encode_s / 2
+        none = "no gain: idle time hides them" if hides else "no gain worth naming"
+        saved = f"{gain:.0%} less" if gain >= _NOTABLE else none
         lines.append(
             f"Frozen parts: {format_s(encode_s)} a rank, in idle time as far as they fit. Run before "
             f"the step they would make it {format_s(best.unfilled_s)}; with latents and other frozen "

@@ -2,12 +2,13 @@
 
 A rank runs its list as it stands. A message starts when the pass or job that makes it ends, and
 takes its turn at its sender's and its receiver's host; ranks of one host have a link of their own
-for each pair. Copies of a pipeline run alike: one of them is replayed, and where several send from
-one host at the same time, its messages take that many times as long. Sums go around a ring by buckets, which start during the last backward pass.
+for each pair. Copies of a pipeline run the same lists: one of them is replayed, and where several send
+from one host at the same time, its messages take that many times as long. Sums go around a ring by buckets, which start during the last backward pass.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Hashable, Iterator
 from functools import cached_property
@@ -18,7 +19,7 @@ from diffusionpipe.planner.traffic import PlannedMessage, list_messages
 from shared.topology import Link, Operation, Replay, Timeline
 from shared.topology.cost import ring_all_reduce_s
 
-__all__ = ["PlanReplay", "list_queues"]
+__all__ = ["PlanReplay", "list_patterns", "list_queues"]
 
 
 class PlanReplay:
@@ -32,14 +33,18 @@ class PlanReplay:
         plan: plan with its orders.
         inputs: profile and cluster.
         has_estimate: replay a step that predicts twice, by the plan's other order.
+        group: the copy of the pipeline that is replayed.
     """
 
-    def __init__(self, plan: Plan, inputs: PlanInputs, *, has_estimate: bool = False) -> None:
+    def __init__(
+        self, plan: Plan, inputs: PlanInputs, *, has_estimate: bool = False, group: int = 0
+    ) -> None:
         self._plan, self._inputs = plan, inputs
         self._order = plan.estimate_order if has_estimate else plan.order
         chains, components = inputs.profile.chains, inputs.profile.frozen_outputs
-        self._groups = [plan.list_group(group) for group in range(plan.num_groups)]
-        messages = list_messages(plan, chains, components, self._order, self._groups[0])
+        self._groups = [plan.list_group(each) for each in range(plan.num_groups)]
+        self.ranks = self._groups[group]
+        messages = list_messages(plan, chains, components, self._order, self.ranks)
         self.messages = tuple(messages)
         self._buckets = [self._cut_buckets(stage) for stage in range(len(plan.spans))]
         self._edges: dict[tuple[int, int], tuple[Link, str | tuple[str, str], int]] = {}
@@ -86,7 +91,7 @@ class PlanReplay:
             is_passes_only: leave out the agreement and the optimizer steps.
         """
         operations = list(self._list_operations(is_passes_only))
-        ranks = {f"rank {rank}": "given" for rank in self._groups[0]}
+        ranks = {f"rank {rank}": "given" for rank in self.ranks}
         links = {queue: "readiness" for operation in operations for queue in list_queues(operation)}
         return Replay(operations, links | ranks).run()  # type: ignore[arg-type]
 
@@ -109,9 +114,7 @@ class PlanReplay:
         """Counts a step's bytes by sender and receiver, without sums."""
         edges: dict[tuple[int, int], int] = defaultdict(int)
         for message, size in zip(self.messages, self.sizes, strict=True):
-            sender, receiver = (
-                self._groups[0].index(r) for r in (message.sender, message.receiver)
-            )
+            sender, receiver = (self.ranks.index(r) for r in (message.sender, message.receiver))
             for ranks in self._groups:
                 edges[ranks[sender], ranks[receiver]] += size
         return edges
@@ -134,7 +137,7 @@ class PlanReplay:
             if message.used_by is not None:
                 needs[message.receiver, message.used_by].append(name)
         last: list[Hashable] = []
-        for rank in self._groups[0]:
+        for rank in self.ranks:
             names: list[Hashable] = []
             for action in self._order[rank]:
                 if action.kind in ("sum", "step"):
@@ -159,7 +162,7 @@ class PlanReplay:
                 if message.used_by is None
             ]
             yield Operation(("agreement",), "agreement", agree_s, last)
-            for rank in self._groups[0]:
+            for rank in self.ranks:
                 update_s = self._inputs.find_update_s(self._plan, rank)
                 yield Operation(("step", rank), f"rank {rank}", update_s, [("agreement",)])
 
@@ -176,7 +179,7 @@ class PlanReplay:
             for bucket, (num_bytes, _) in enumerate(self._buckets[stage]):
                 if num_bytes:
                     name = ("sum", stage, bucket)
-                    own = [rank for rank in ranks if rank in self._groups[0]]
+                    own = [rank for rank in ranks if rank in self.ranks]
                     after = [(action, rank, bucket) for rank in own]
                     queue = queues if len(hosts) > 1 else f"sum of stage {stage}"
                     seconds = ring_all_reduce_s(link, num_bytes, len(ranks))
@@ -193,7 +196,7 @@ class PlanReplay:
         total_s = float(seconds[slice(*span)].sum()) or 1.0
         buckets, size, own_s = [], 0, 0.0
         for layer in reversed(range(*span)):
-            size += costs.chain.gradient_bytes[layer]
+            size += costs.sum_bytes[layer]
             own_s += float(seconds[layer])
             if size >= plan.bucket_bytes or layer == span[0]:
                 buckets.append((size, own_s / total_s))
@@ -247,7 +250,7 @@ class PlanReplay:
             queues = (
                 f"link {edge[0]} to {edge[1]}" if is_local else (f"{source} out", f"{target} in")
             )
-            index = self._groups[0].index(message.sender)
+            index = self.ranks.index(message.sender)
             senders = [cluster.host(ranks[index]).name for ranks in self._groups]
             share = 1 if is_local else senders.count(source)
             self._edges[edge] = cluster.link(*edge), queues, share
@@ -257,3 +260,23 @@ class PlanReplay:
 def list_queues(operation: Operation) -> tuple[str, ...]:
     """Queues that an operation holds."""
     return (operation.queue,) if isinstance(operation.queue, str) else operation.queue
+
+
+def list_patterns(plan: Plan, inputs: PlanInputs) -> list[int]:
+    """A copy of the pipeline for each pattern of hosts and links."""
+    cluster = inputs.cluster
+    if plan.num_groups == 1:
+        return [0]
+    groups = [plan.list_group(group) for group in range(plan.num_groups)]
+    names = [[cluster.host(rank).name for rank in ranks] for ranks in groups]
+    patterns: dict[Hashable, int] = {}
+    for group, ranks in enumerate(groups):
+        own = names[group]
+        places = tuple(own.index(name) for name in own)
+        shared = tuple(
+            sum(other[index] == name for other in names) for index, name in enumerate(own)
+        )
+        links = (cluster.link(a, b) for a, b in itertools.permutations(ranks, 2))
+        rates = tuple((float(each.alpha_s), float(each.beta_s_per_byte)) for each in links)
+        patterns.setdefault((places, shared, rates), group)
+    return list(patterns.values())

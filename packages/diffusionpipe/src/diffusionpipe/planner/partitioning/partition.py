@@ -54,7 +54,8 @@ class StageTables(NamedTuple):
         cut_s: seconds of a micro-batch's messages across the cut before layer i [i].
         fixed_bytes: bytes that layers i to j need whatever is computed.
         flight_bytes: bytes that a micro-batch in flight keeps there.
-        limit_bytes: memory of a device.
+        limit_bytes: least memory of devices i to i + r, over devices and counts [i, r]: stages take the
+            devices in order.
     """
 
     time_s: np.ndarray
@@ -63,7 +64,7 @@ class StageTables(NamedTuple):
     cut_s: np.ndarray
     fixed_bytes: np.ndarray
     flight_bytes: np.ndarray
-    limit_bytes: float = np.inf
+    limit_bytes: np.ndarray
 
 
 def partition(
@@ -122,6 +123,7 @@ def partition(
         cut_s=np.array([0.0, *cuts, 0.0]),
         fixed_bytes=np.zeros((layers + 1, layers + 1, len(replicas))),
         flight_bytes=np.zeros((layers + 1, layers + 1, len(replicas))),
+        limit_bytes=np.full((num_devices + 1, len(replicas)), np.inf),
     )
     result = solve_stages(tables, num_stages, num_devices, num_micro_batches)
     assert result is not None, "every chain of enough layers has a partition"
@@ -133,7 +135,6 @@ def solve_stages(
     num_stages: int,
     num_devices: int,
     num_micro_batches: int,
-    ceiling_s: float = np.inf,
 ) -> Partition | None:
     """Finds the best partition by tables.
 
@@ -142,24 +143,22 @@ def solve_stages(
         num_stages: of the pipeline.
         num_devices: of all stages together.
         num_micro_batches: of a step.
-        ceiling_s: objective beyond which no solution is of interest.
 
     Returns:
-        The partition; None if no stages fit into memory, or none is within the ceiling.
+        The partition; None if no stages fit into memory.
     """
     weight = num_micro_batches + 2 * num_stages - 2
     times_s = tables.time_s[np.triu_indices(len(tables.cut_s), 1)]
     times_s = np.concatenate([times_s[np.isfinite(times_s)], tables.cut_s])
     shortest_s = _find_shortest(tables, times_s, num_stages, num_devices)
-    best, best_s = None, ceiling_s
+    best, best_s = None, np.inf
 
     def look(limit_s: float, least_s: float) -> tuple[float, float]:
         """Least exposed seconds within a period, and that period; infinite if none is better."""
         nonlocal best, best_s
         stops, replicas = np.zeros(num_stages, np.int64), np.zeros(num_stages, np.int64)
         exposed_s = find_stages(
-            *tables[:6], float(tables.limit_bytes), num_stages, num_devices, num_micro_batches,
-            limit_s, best_s - weight * least_s, stops, replicas,
+            *tables, num_stages, num_devices, num_micro_batches, limit_s, best_s - weight * least_s, stops, replicas,
         )  # fmt: skip
         if exposed_s == np.inf:
             return exposed_s, limit_s

@@ -60,8 +60,8 @@ def find_stages(
         cut_s: seconds of the cut before layer i [i].
         fixed_bytes: bytes of layers i to j on r devices whatever is computed [i, j, r].
         flight_bytes: bytes that a micro-batch in flight keeps there [i, j, r].
-        limit_bytes: memory of a device. A stage with s stages from it to the last keeps min(s,
-            micro-batches) in flight.
+        limit_bytes: least memory of devices i to i + r [i, r]; stages take the devices in order. A stage
+            with s stages from it to the last keeps min(s, micro-batches) in flight.
         num_stages, devices, num_micro_batches: of the pipeline.
         limit_s: longest period allowed.
         most_exposed_s: solutions that expose as much or more are of no interest.
@@ -72,7 +72,10 @@ def find_stages(
         Seconds exposed, or infinity if there is no such solution.
     """
     layers, max_replicas = time_s.shape[0] - 1, time_s.shape[2] - 1
-    fewest = count_fewest_devices(time_s, cut_s, num_stages, limit_s)
+    fewest, least_limit = (
+        count_fewest_devices(time_s, cut_s, num_stages, limit_s),
+        limit_bytes.min(),
+    )
     late_s = np.full((num_stages + 1, layers + 1, devices + 1), np.inf)
     # The finite values of a state's layer lie between these numbers of devices.
     first = np.full((num_stages + 1, layers + 1), devices + 1)
@@ -93,17 +96,19 @@ def find_stages(
                     sync = sync_s[i, j, r]
                     if time_s[i, j, r] > limit_s or sync - hidden_s >= most_exposed_s:
                         continue
-                    if fixed_bytes[i, j, r] + min(s, num_micro_batches) * flight_bytes[i, j, r] > (
-                        limit_bytes
-                    ):
-                        continue
+                    need = fixed_bytes[i, j, r] + min(s, num_micro_batches) * flight_bytes[i, j, r]
                     stop = min(last[s - 1, j], most - r) + 1
                     rest, own = late_s[s - 1, j, low:stop], late_s[s, i, low + r : stop + r]
                     back = backward_s[i, j, r]
+                    if need <= least_limit:
+                        for k in range(len(rest)):
+                            late = rest[k] - back
+                            late = sync if late < sync else late
+                            own[k] = late if late < own[k] else own[k]
+                        continue
                     for k in range(len(rest)):
-                        late = rest[k] - back
-                        late = sync if late < sync else late
-                        own[k] = late if late < own[k] else own[k]
+                        if need <= limit_bytes[devices - low - k - r, r]:
+                            own[k] = min(own[k], max(rest[k] - back, sync))
             for d in range(s, most + 1):
                 if late_s[s, i, d] - hidden_s >= most_exposed_s:
                     late_s[s, i, d] = np.inf
@@ -121,9 +126,8 @@ def find_stages(
             for r in range(1, min(max_replicas, d) + 1):
                 if time_s[i, j, r] > limit_s or (j < layers and cut_s[j] > limit_s):
                     continue
-                if fixed_bytes[i, j, r] + min(s, num_micro_batches) * flight_bytes[i, j, r] > (
-                    limit_bytes
-                ):
+                need = fixed_bytes[i, j, r] + min(s, num_micro_batches) * flight_bytes[i, j, r]
+                if need > limit_bytes[devices - d, r]:
                     continue
                 late = max(sync_s[i, j, r], late_s[s - 1, j, d - r] - backward_s[i, j, r])
                 if late == late_s[s, i, d] and time_s[i, j, r] < own_s:

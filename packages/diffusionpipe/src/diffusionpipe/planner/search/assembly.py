@@ -11,7 +11,7 @@ from diffusionpipe.planner.costs import PlanInputs
 from diffusionpipe.planner.fill import Insertion, encode_first, fill_idle, find_slots
 from diffusionpipe.planner.memory import find_peak_bytes
 from diffusionpipe.planner.plan import Action, Plan, RankForecast
-from diffusionpipe.planner.replay import PlanReplay
+from diffusionpipe.planner.replay import PlanReplay, list_patterns
 from diffusionpipe.planner.schedule import list_orders
 
 __all__ = ["Encoding", "assemble"]
@@ -51,18 +51,28 @@ def _forecast(plan: Plan, inputs: PlanInputs) -> Plan:
     """
     probability = inputs.profile.self_conditioning
     weights = [1 - probability, probability] if plan.estimate_order else [1.0]
-    replays = [
-        PlanReplay(plan, inputs, has_estimate=bool(number)) for number in range(len(weights))
-    ]
     step_s = 0.0
     edges: dict[tuple[int, int], float] = defaultdict(float)
-    for weight, each in zip(weights, replays, strict=True):
-        step_s += weight * each.run().makespan_s
-        for edge, num_bytes in each.count_edges().items():
+    replays = []
+    for number, weight in enumerate(weights):
+        # Ranks agree at the end of a step: the slowest copy's step is that of all.
+        own = [
+            PlanReplay(plan, inputs, has_estimate=bool(number), group=group)
+            for group in list_patterns(plan, inputs)
+        ]
+        step_s += weight * max(each.run().makespan_s for each in own)
+        replays.append(own[0])
+        for edge, num_bytes in own[0].count_edges().items():
             edges[edge] += weight * num_bytes
+    # Copies run the same lists.
+    counterpart = {
+        rank: replays[0].ranks[index]
+        for group in range(plan.num_groups)
+        for index, rank in enumerate(plan.list_group(group))
+    }
     ranks = []
     for rank, peak_bytes in enumerate(find_peak_bytes(plan, inputs)):
-        seconds = [each.sum_seconds(rank) for each in replays]
+        seconds = [each.sum_seconds(counterpart[rank]) for each in replays]
         pass_s, encode_s = (
             sum(weight * pair[part] for weight, pair in zip(weights, seconds, strict=True))
             for part in (0, 1)
@@ -142,8 +152,13 @@ def _add_frozen(plan: Plan, inputs: PlanInputs, encoding: Encoding, *, has_estim
     groups = [plan.list_group(group) for group in range(plan.num_groups)]
     names: list[Sequence] = [()] * len(groups[0])
     if encoding == "filled":
-        timeline = PlanReplay(plan, inputs, has_estimate=has_estimate).run(is_passes_only=True)
-        queues = [f"rank {rank}" for rank in groups[0]]
+        replays = [
+            PlanReplay(plan, inputs, has_estimate=has_estimate, group=group)
+            for group in list_patterns(plan, inputs)
+        ]
+        runs = [(each.run(is_passes_only=True), each.ranks) for each in replays]
+        timeline, ranks = max(runs, key=lambda pair: pair[0].makespan_s)
+        queues = [f"rank {rank}" for rank in ranks]
         slots = find_slots(timeline, queues, _SHORTEST_WAIT * timeline.makespan_s)
         names = [each.names for each in slots]
         # Whichever kind of step comes next, the same ranks encode the same rows.

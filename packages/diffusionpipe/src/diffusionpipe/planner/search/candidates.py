@@ -68,9 +68,9 @@ def list_sketches(inputs: PlanInputs, wanted: Constraints) -> Iterator[Plan]:
     """
     ranks, costs = inputs.cluster.num_ranks, inputs.costs
     layers = min(each.num_layers for each in costs)
-    for micro_batches in range(1, min(wanted.batch_size, _MAX_MICRO_BATCHES) + 1):
-        is_wanted = wanted.num_micro_batches in (None, micro_batches)
-        if wanted.batch_size % micro_batches or not is_wanted:
+    counts = range(1, min(wanted.batch_size, _MAX_MICRO_BATCHES) + 1)
+    for micro_batches in [wanted.num_micro_batches] if wanted.num_micro_batches else counts:
+        if wanted.batch_size % micro_batches:
             continue
         rows = wanted.batch_size // micro_batches
         tables: list[StageTables] = []
@@ -132,6 +132,13 @@ def _sketch_plan(inputs: PlanInputs, sizes: _Sizes, cut: _Cut) -> Plan:
 def _cut_chain(inputs: PlanInputs, tables: Sequence[StageTables], sizes: _Sizes) -> Iterator[_Cut]:
     """Cuts by the first tables by which something fits into memory."""
     _, num_stages, num_micro_batches, _ = sizes
+    even, chain = inputs.cluster.num_ranks / num_stages, inputs.costs[0].chain
+    if any(key in chain.whole for keys in chain.writes for key in keys):
+        # Values without a row a sample cannot be cut, so that all stages need as many replicas.
+        counts = np.arange(inputs.cluster.num_ranks + 1)
+        tables = [
+            each._replace(time_s=np.where(counts == even, each.time_s, np.inf)) for each in tables
+        ]
     for each in tables:
         best = solve_stages(each, num_stages, inputs.cluster.num_ranks, num_micro_batches)
         if best is None:
@@ -149,7 +156,7 @@ def _cut_data(inputs: PlanInputs, sizes: _Sizes) -> Iterator[_Cut]:
     own, ranks = sizes.rows // num_ranks, tuple(range(num_ranks))
     spans = [(0, each.num_layers) for each in costs]
     period_s = sum(float(each.time_table(own)[0][0, -1]) for each in costs)
-    sums_s = sum(inputs.find_sync_s(each.gradient_table[0, -1], ranks) for each in costs)
+    sums_s = sum(inputs.find_sync_s(each.sum_table[0, -1], ranks) for each in costs)
     # Sums start during the last backward pass, which hides them on the way to its first layer.
     hidden_s = costs[-1].span_seconds(spans[-1], own)[1]
     yield _Cut((ranks,) * len(costs), spans, period_s, float(max(sums_s - hidden_s, 0.0)))
@@ -184,7 +191,7 @@ def _cut_pairs(inputs: PlanInputs, sizes: _Sizes, *, is_bounded: bool) -> Iterat
             if period_s < least_s:
                 least_s, chains = period_s, len(costs)
                 sums_s = [
-                    inputs.find_sync_s(costs[v * chains // len(spans)].gradient_table[span], ranks)
+                    inputs.find_sync_s(costs[v * chains // len(spans)].sum_table[span], ranks)
                     for v, (span, ranks) in enumerate(zip(spans, devices, strict=True))
                 ]
                 yield _Cut(devices, spans, period_s, float(max(sums_s)))
@@ -262,16 +269,21 @@ def _build_tables(inputs: PlanInputs, sizes: _Sizes, *, is_bounded: bool) -> lis
         fits = 2 * replicas <= ranks
         link_s = inputs.find_link_s(pair, costs.traffic_table * own) if fits else 0.0
         time_s[:, :, replicas] = np.maximum(both_s, link_s)
-        sync_s[:, :, replicas] = inputs.find_sync_s(costs.gradient_table, range(replicas))
+        sync_s[:, :, replicas] = inputs.find_sync_s(costs.sum_table, range(replicas))
         fixed_bytes[:, :, replicas] = costs.fixed_table + (
             2 * own * sizes.num_micro_batches * inputs.count_output_bytes(costs.outputs_table)
         )
         flight_bytes[:, :, replicas] = costs.saved_table * own
     cut_s = np.zeros(costs.num_layers + 1)
-    tables = StageTables(time_s, backward_s, sync_s, cut_s, fixed_bytes, flight_bytes)
+    limit_bytes = np.full((ranks + 1, ranks + 1), np.inf)
+    for first in range(ranks if is_bounded else 0):
+        limit_bytes[first, 1 : ranks - first + 1] = np.minimum.accumulate(
+            inputs.memory_bytes[first:]
+        )
+    tables = StageTables(time_s, backward_s, sync_s, cut_s, fixed_bytes, flight_bytes, limit_bytes)
     frozen_bytes = sum(inputs.profile.frozen_parameter_bytes.values())
-    limits = [min(inputs.memory_bytes) - each for each in dict.fromkeys((frozen_bytes, 0))]
-    return [tables._replace(limit_bytes=each) for each in limits] if is_bounded else [tables]
+    rooms = dict.fromkeys((frozen_bytes, 0)) if is_bounded else [0]
+    return [tables._replace(limit_bytes=limit_bytes - each) for each in rooms]
 
 
 def _choose_bucket(inputs: PlanInputs, ranks: Sequence[int]) -> int:

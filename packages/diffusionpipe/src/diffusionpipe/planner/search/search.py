@@ -7,6 +7,7 @@ can win: branch and bound. Plans that exceed a device's memory are left out.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from math import inf
 from typing import TYPE_CHECKING, Any
@@ -83,7 +84,7 @@ def plan(
         fingerprints={} if job is None else list_fingerprints(job),
     )
     lacking = [each for each in plans if each not in fitting]
-    changes = list(find_changes(fitting, inputs))
+    changes = [*_list_notes(inputs, wanted), *find_changes(fitting, inputs)]
     return replace(best, explanation=explain(best, fitting[1:], lacking, changes))
 
 
@@ -122,6 +123,20 @@ def _replay_best(inputs: PlanInputs, wanted: Constraints) -> list[Plan]:
 def _fits(plan: Plan, inputs: PlanInputs) -> bool:
     pairs = zip(plan.ranks, inputs.memory_bytes, strict=True)
     return all(each.peak_bytes <= limit for each, limit in pairs)
+
+
+def _list_notes(inputs: PlanInputs, wanted: Constraints) -> Iterator[str]:
+    """Yields what the search did not look at."""
+    cluster = inputs.cluster
+    rows = wanted.batch_size // (wanted.num_micro_batches or 1)
+    is_free = wanted.placement is None and wanted.num_stages is None
+    if is_free and rows % cluster.num_ranks:
+        yield (
+            f"Data parallelism was left out: it needs micro-batches that {cluster.num_ranks} ranks "
+            "share evenly."
+        )
+    if len({cluster.device(rank).flops_per_s for rank in range(cluster.num_ranks)}) > 1:
+        yield "All devices count as equally fast, as profiled, though the cluster's are not."
 
 
 def _check_constraints(inputs: PlanInputs, wanted: Constraints) -> None:
@@ -171,7 +186,14 @@ def _explain_failure(plans: list[Plan], inputs: PlanInputs, wanted: Constraints)
             f"{wanted.num_micro_batches or 'any'}, placement {wanted.placement or 'any'}; choose a "
             f"multiple of {ranks * (wanted.num_micro_batches or 1)}, or other stages"
         )
-    least = min(plans, key=lambda each: max(rank.peak_bytes for rank in each.ranks))
+
+    def find_excess(plan: Plan) -> tuple[int, int]:
+        """Most bytes that a rank lacks, and that rank."""
+        pairs = zip(plan.ranks, inputs.memory_bytes, strict=True)
+        return max((each.peak_bytes - limit, -rank) for rank, (each, limit) in enumerate(pairs))
+
+    least = min(plans, key=find_excess)
+    rank = -find_excess(least)[1]
     advice = "use more ranks, devices with more memory, a smaller batch or gradient checkpointing"
     # Sketches come by rising numbers of micro-batches: the last one of a kind has the most.
     free = Constraints(wanted.batch_size)
@@ -185,8 +207,8 @@ def _explain_failure(plans: list[Plan], inputs: PlanInputs, wanted: Constraints)
             )
             break
     return (
-        f"plan: expected a plan within {format_bytes(min(inputs.memory_bytes))} a device, got "
-        f"{format_bytes(max(rank.peak_bytes for rank in least.ranks))} for the smallest "
+        f"plan: expected a plan within {format_bytes(inputs.memory_bytes[rank])} a device, got "
+        f"{format_bytes(least.ranks[rank].peak_bytes)} on rank {rank} for the smallest "
         f"({least.placement}, {least.num_stages} stages, {least.num_micro_batches} micro-batches); "
         f"{advice}"
     )

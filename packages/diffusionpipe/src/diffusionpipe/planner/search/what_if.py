@@ -24,7 +24,7 @@ _MAX_MESSAGES = 1000
 
 
 def find_changes(plans: Sequence[Plan], inputs: PlanInputs) -> Iterator[str]:
-    """Finds the nearest network, and the cache, with which another plan would be the fastest.
+    """Finds the nearest network, and the cache, with which another of these plans would be the fastest.
 
     Args:
         plans: plans that fit into memory, the chosen one first.
@@ -38,6 +38,7 @@ def find_changes(plans: Sequence[Plan], inputs: PlanInputs) -> Iterator[str]:
     rivals.sort(key=lambda each: each is not plans[0])
     replays = [PlanReplay(each, inputs) for each in rivals]
     if sum(len(each.messages) for each in replays) > _MAX_MESSAGES:
+        yield "Other networks and a cache were not tried: these plans have too many messages."
         return
     if inputs.profile.frozen_s and len(rivals) > 1:
         cached = [assemble(each, inputs, "cached").predicted_s for each in rivals]
@@ -52,7 +53,7 @@ def find_changes(plans: Sequence[Plan], inputs: PlanInputs) -> Iterator[str]:
                 break
         else:
             change = _name_change(factors[-1])
-            yield f"With links up to {change}, the choice would be the same."
+            yield f"With links up to {change}, no other of these plans would be faster."
 
 
 def _name_change(factor: float) -> str:
@@ -65,7 +66,7 @@ def _name_winner(case: str, rivals: Sequence[Plan], seconds: Sequence[float]) ->
     if seconds[winner] < (1 - _CLEAR) * seconds[0]:
         name = name_stages(rivals[winner])
         times = f"{format_s(seconds[winner])} against {format_s(seconds[0])}"
-        yield f"{case}, {name} would be the fastest: {times}."
+        yield f"{case}, {name} would be the fastest of these plans: {times}."
 
 
 def _scale_network(cluster: Cluster, factor: float) -> Cluster:
