@@ -16,7 +16,6 @@ from .toy import (
     make_adam,
     make_batches,
     make_job,
-    make_model,
     make_plan,
     make_sgd,
     train_plainly,
@@ -149,44 +148,6 @@ def read_ahead(name, num_steps):
 
 def test_batches_are_read_one_ahead():
     assert read_ahead("one process", 4) == [2, 3, 4, 4]
-
-
-def train_narrow(name, batches):
-    """Weights in bfloat16 with gradients added up in float32 over micro-batches and replicas."""
-    model = make_model(dtype=torch.float64).to(torch.bfloat16)
-    job = make_job(model, inputs=make_narrow_inputs)
-    engine = Engine(job, PLANS[name](), make_sgd)
-    gradients = []
-
-    def keep(parameters):
-        own = make_sgd(parameters)
-        own.register_step_pre_hook(
-            lambda *_: gradients.append([p.grad.clone() for p in parameters])
-        )
-        return own
-
-    engine = Engine(job, PLANS[name](), keep)
-    list(engine.steps(batches))
-    return [gradient.double() for gradient in gradients[0]]
-
-
-def make_narrow_inputs(batch, frozen, draw):
-    from .toy import make_inputs
-
-    made = make_inputs(batch, frozen, draw)
-    return {
-        key: value.bfloat16() if value.is_floating_point() else value for key, value in made.items()
-    }
-
-
-def test_gradients_of_narrow_weights_are_added_in_float32(pair):
-    """Adding many micro-batches in bfloat16 would lose what is below 1/256 of the sum."""
-    (many, *_) = pair.run(train_narrow, "data 2", make_batches(1)).results
-    one = train_narrow("one process", make_batches(1))
-    for ours, whole in zip(many, one, strict=True):
-        assert ours.shape == whole.shape
-        scale = float(whole.abs().max())
-        torch.testing.assert_close(ours, whole, rtol=0, atol=2e-2 * scale)
 
 
 def export_weights(name, folder, batches):

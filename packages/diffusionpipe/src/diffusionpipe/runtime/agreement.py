@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,6 +27,7 @@ __all__ = [
     "describe_batch",
     "exchange",
     "sketch_batch",
+    "sketch_weights",
 ]
 
 Form = Mapping[str, Mapping[str, Any]]
@@ -50,7 +52,7 @@ def exchange(group: Group | None, value: Any) -> list[Any]:
     if group is None or group.world_size == 1:
         return [json.loads(text)]
     tensor = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-    return [json.loads(bytes(one.tolist())) for one in all_gather_v(group, tensor)]
+    return [json.loads(one.numpy().tobytes()) for one in all_gather_v(group, tensor)]
 
 
 def check_alike(
@@ -162,14 +164,26 @@ def sketch_batch(batch: Mapping[str, Any]) -> float:
     for place, name in enumerate(sorted(batch), start=1):
         value = batch[name]
         if _is_numeric(value):
-            flat = torch.as_tensor(value).detach().reshape(-1)
-            spread = flat[:: max(1, len(flat) // _SKETCHED)].cpu()
-            is_real = spread.is_floating_point()
-            total += place * (_project(spread) if is_real else _sum_bytes(spread.numpy().tobytes()))
+            # Flipped arrays have strides that torch does not take.
+            array = value if isinstance(value, Tensor) else np.ascontiguousarray(value)
+            total += place * _sketch(torch.as_tensor(array))
         else:
             known = (one for one in value if isinstance(one, str | int | float))
             total += place * _sum_bytes("\n".join(map(str, known)).encode())
     return total + _sum_bytes(json.dumps(describe_batch(batch)).encode())
+
+
+def sketch_weights(weights: Mapping[str, Tensor]) -> dict[str, float]:
+    """A number of each weight that hardly two unlike ones share, by what errors call it."""
+    return {f"weights, by a sketch of {name!r},": _sketch(value) for name, value in weights.items()}
+
+
+def _sketch(value: Tensor) -> float:
+    """A projection of numbers spread over a tensor, or the checksum of whole ones."""
+    flat = value.detach().reshape(-1)
+    spread = flat[:: max(1, len(flat) // _SKETCHED)].cpu()
+    is_real = spread.is_floating_point()
+    return _project(spread) if is_real else _sum_bytes(spread.numpy().tobytes())
 
 
 def add_losses(group: Group | None, step: int, loss: float, problems: Sequence[BadValues]) -> float:

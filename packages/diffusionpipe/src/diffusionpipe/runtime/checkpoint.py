@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from shared.comms import Group, barrier
-from shared.errors import DataError
+from shared.errors import ConfigError, DataError
 from shared.files import check_exists, naming_full_disk, publish, remove_folder
 from shared.training import check_shapes
 
@@ -41,11 +41,13 @@ def save_state(
         group: all ranks, for CPU tensors; None in one process.
 
     Raises:
+        ConfigError: it is no folder, but an address.
         OSError: the folder cannot be written; it is as it was.
         CommError: another rank died.
     """
     import torch.distributed.checkpoint as dcp
 
+    check_local(folder)
     path = Path(os.path.realpath(folder))
     partial = path.with_name(f"{path.name}.partial")
     is_first = group is None or group.rank == 0
@@ -97,6 +99,7 @@ def load_state(
     """
     import torch.distributed.checkpoint as dcp
 
+    check_local(folder)
     check_exists(folder, "a checkpoint")
     check_exists(Path(folder) / ".metadata", "a checkpoint of torch.distributed.checkpoint")
     reader = dcp.FileSystemReader(folder)
@@ -165,10 +168,26 @@ def _write_optimizer(
         for parameter in group["params"]:
             name = names[id(parameter)]
             state = saved.get("state", {}).get(name, {})
+            options = saved["options"][name]
+            # Others want the count of steps on the CPU.
+            is_on_device = options.get("fused") or options.get("capturable")
             optimizer.state[parameter] = {
                 key: value.to(parameter.device)
-                if isinstance(value, torch.Tensor) and value.dim()
+                if isinstance(value, torch.Tensor) and (value.dim() or is_on_device)
                 else value
                 for key, value in state.items()
             }
-            group.update(saved["options"][name])
+            group.update(options)
+
+
+def check_local(folder: str | os.PathLike[str]) -> None:
+    """Refuses addresses, of which a folder of that name would be made here.
+
+    Raises:
+        ConfigError: it is one.
+    """
+    if "://" in os.fspath(folder):
+        raise ConfigError(
+            f"{os.fspath(folder)}: expected a folder of a file system that all ranks see, got an "
+            "address; save to a folder, and copy it from there"
+        )

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from diffusionpipe.job.batches import count_rows
 from diffusionpipe.job.draws import decide
 from diffusionpipe.job.job import Batch, Job
 from diffusionpipe.planner.plan import Plan, list_fingerprints
@@ -27,6 +28,7 @@ from diffusionpipe.runtime.agreement import (
     check_form,
     compare_batches,
     describe_batch,
+    sketch_weights,
 )
 from diffusionpipe.runtime.checkpoint import load_state, save_state
 from diffusionpipe.runtime.executor import Executor
@@ -151,13 +153,16 @@ class Engine:
             following = self._read(stream, self.step + 1)
             executor.recorder.begin(self.step)
             compute.begin(self.step, current.batch, following.batch)
-            executor.run(
-                current.num_rows,
-                following.num_rows or None,
-                program=int(self._is_estimating()),
-                agree=following.agree,
-            )
-            loss = self._update(running)
+            try:
+                executor.run(
+                    current.num_rows,
+                    following.num_rows or None,
+                    program=int(self._is_estimating()),
+                    agree=following.agree,
+                )
+                loss = self._update(running)
+            finally:
+                running.sums.clear()
             executor.recorder.end()
             self.step += 1
             current = following
@@ -209,7 +214,7 @@ class Engine:
         if not self.rank:
             try:
                 self.job.export(os.fspath(folder))
-            except (OSError, MeshyardError) as error:
+            except Exception as error:  # noqa: BLE001 - raised behind the exchange, by which others end
                 problem = error
             if self._running is not None:
                 self._weights.free(0)
@@ -259,17 +264,14 @@ class Engine:
     def _update(self, running: _Running) -> float:
         """Agrees on the loss and changes this rank's weights."""
         executor, compute, sums = running.executor, running.compute, running.sums
-        try:
-            with executor.recorder.time("wait", name="sums and agreement"):
-                sums.wait()
-                bad = [BadValues("gradients", stage, ()) for stage in sums.find_bad_stages()]
-                problems = [*compute.health.find_problems(), *bad]
-                loss = add_losses(self._control, self.step, float(compute.loss), problems)
-            with executor.recorder.time("update"):
-                if self.optimizer is not None:
-                    self.optimizer.step()
-        finally:
-            sums.clear()
+        with executor.recorder.time("wait", name="sums and agreement"):
+            sums.wait()
+            bad = [BadValues("gradients", stage, ()) for stage in sums.find_bad_stages()]
+            problems = [*compute.health.find_problems(), *bad]
+            loss = add_losses(self._control, self.step, float(compute.loss), problems)
+        with executor.recorder.time("update"):
+            if self.optimizer is not None:
+                self.optimizer.step()
         return loss
 
     def _build(self, batch: Batch) -> _Running:
@@ -282,7 +284,10 @@ class Engine:
             self._check_job(rows)
             trace = trace_job(self.job, rows)
             # Loaded weights are those of this rank's stages only, so results may differ.
-            sizes = trace.frozen_sizes | ({} if self._is_loaded else trace.result_sizes)
+            if self._is_loaded:
+                sizes = trace.frozen_sizes
+            else:
+                sizes = trace.frozen_sizes | trace.result_sizes | sketch_weights(self._trained)
             programs = self._compile(trace)
         except MeshyardError as error:
             problem = error
@@ -295,6 +300,7 @@ class Engine:
             stage: [self._trained[name] for name in self._weights.trained[stage]] for stage in own
         }
         sums = GradientSums(parameters, group_replicas(plan), plan.bucket_bytes)
+        sums.clear()
         compute = StageCompute(self.job, trace.flow, stages, own, sums, self.seed)
         links = Links(programs, trace.shapes, plan.batch_size)
         executor = Executor(programs, stages, links, compute)
@@ -302,13 +308,15 @@ class Engine:
 
     def _check_job(self, rows: Batch) -> None:
         """Checks the job on the first rows of the first batch."""
-        if self.job.num_samples(rows) > 1:
-            self.job.check(rows, seed=self.seed)
-        elif self.plan.batch_size > 1:
+        if self.plan.batch_size == 1:
+            # Its only row twice, as the check compares rows alone and among others.
+            rows = repeat_rows(rows)
+        elif self.job.num_samples(rows) == 1:
             raise DataError(
                 "first batch: expected two samples or more, by which shapes of values are learned, "
                 "got 1; begin with a whole batch"
             )
+        self.job.check(rows, seed=self.seed)
 
     def _compile(self, trace: Trace) -> list[Program]:
         """This rank's programs: of a plain step, and of one with self-conditioning."""
@@ -322,6 +330,12 @@ class Engine:
 
     def _check_plan(self) -> None:
         num_ranks = 1 if self._group is None else self._group.world_size
+        started = int(os.environ.get("WORLD_SIZE", "1"))
+        if self._group is None and started > 1:
+            raise ConfigError(
+                f"ranks: expected a world of the {started} ranks that were started, got none; call "
+                "shared.comms.init_from_env() before the engine is made"
+            )
         if self.plan.num_ranks != num_ranks:
             raise ConfigError(
                 f"plan: expected a plan for {num_ranks} ranks, got one for {self.plan.num_ranks}; "
@@ -355,3 +369,12 @@ class Engine:
         return bool(self.job.self_conditioning) and decide(
             self.seed, self.step, self.job.self_conditioning
         )
+
+
+def repeat_rows(batch: Batch) -> Batch:
+    """A batch with each row twice."""
+    places = [row for row in range(count_rows(batch)) for _ in range(2)]
+    return {
+        name: [value[row] for row in places] if isinstance(value, list | tuple) else value[places]
+        for name, value in batch.items()
+    }

@@ -23,6 +23,7 @@ from diffusionpipe.runtime.instructions import (
 )
 from diffusionpipe.runtime.links import Links
 from diffusionpipe.runtime.records import StepRecorder
+from diffusionpipe.runtime.shapes import check_shape
 from shared.errors import MeshyardError
 
 if TYPE_CHECKING:
@@ -212,6 +213,10 @@ class Executor:
         name = instruction.action.name
         with self.recorder.time("encode", name=name):
             outputs = self._compute.encode(name, rows)
+        for key, value in outputs.items():
+            shape = self._shapes.frozen[key]
+            label = f"samples {rows[0]} to {rows[1] - 1} of the next batch: expected {key}"
+            check_shape(label, value, shape.of(rows[1] - rows[0]), shape.dtype)
         for message in instruction.sends:
             self._send(message, rows, outputs)
         kept = {key: value for key, value in outputs.items() if key in self._names}

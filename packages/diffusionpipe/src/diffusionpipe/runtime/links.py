@@ -21,10 +21,9 @@ from torch import Tensor
 
 from diffusionpipe.planner.plan import Plan
 from diffusionpipe.runtime.instructions import Program, Rows, ValueMessage, name_lane, scale_rows
-from diffusionpipe.runtime.shapes import Shapes, pack, unpack
+from diffusionpipe.runtime.shapes import Shapes, check_shape, pack, unpack
 from shared.comms import Group, PendingRounds, Round, post_rounds
 from shared.comms.courier import connect
-from shared.errors import DataError
 
 __all__ = ["Links", "QueuedMessage", "group_replicas", "queue_messages"]
 
@@ -161,15 +160,9 @@ class Links:
         """
         own = []
         for key, shape, dtype in self._traffic.layouts[message.number]:
-            value = tensors[key]
-            if value.shape != shape or value.dtype != dtype:
-                raise DataError(
-                    f"{message.label}: expected {key} of shape {list(shape)} and {dtype}, as in the "
-                    f"first batch, got {list(value.shape)} and {value.dtype}; let shapes not depend "
-                    "on values, as by padding texts to one length"
-                )
-            own.append(value)
-            self.sent_bytes[message.receiver] += value.nbytes
+            check_shape(f"{message.label}: expected {key}", tensors[key], shape, dtype)
+            own.append(tensors[key])
+            self.sent_bytes[message.receiver] += tensors[key].nbytes
         self._outgoing[message.number] = own
         # What has arrived gives its memory back.
         self._sending = [one for one in self._sending if math.isnan(one.round_s[0])]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shared.errors import DataError
 
-__all__ = ["Shapes", "ValueShape", "pack", "unpack"]
+__all__ = ["Shapes", "ValueShape", "check_shape", "pack", "unpack"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +60,6 @@ class ValueShape:
         sizes = zip(self.fixed, self.per_sample, strict=True)
         return tuple(fixed + step * num_samples for fixed, step in sizes)
 
-    def count_bytes(self, num_samples: int) -> int:
-        """Bytes for a number of samples."""
-        return math.prod(self.of(num_samples)) * self.dtype.itemsize
-
 
 @dataclass(frozen=True, slots=True)
 class Shapes:
@@ -80,13 +76,34 @@ class Shapes:
     device: torch.device
 
     def fill_frozen(self, values: Mapping[str, Tensor], num_samples: int) -> dict[str, Tensor]:
-        """Adds zeros for the frozen outputs that are missing, as nothing here depends on them."""
+        """Adds frozen outputs that are missing: nothing here should depend on them.
+
+        They are NaN, so that what depends on them after all has a loss that is noticed; zeros where
+        the type has none.
+        """
         return {
-            name: values[name]
-            if name in values
-            else torch.zeros(shape.of(num_samples), dtype=shape.dtype, device=self.device)
+            name: values[name] if name in values else self._make_unused(shape, num_samples)
             for name, shape in self.frozen.items()
         }
+
+    def _make_unused(self, shape: ValueShape, num_samples: int) -> Tensor:
+        value = torch.nan if shape.dtype.is_floating_point else 0
+        sizes = shape.of(num_samples)
+        return torch.full(sizes, value, dtype=shape.dtype, device=self.device)
+
+
+def check_shape(label: str, value: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Checks that a value looks as in the first batch, by which buffers and messages were laid out.
+
+    Raises:
+        DataError: it does not; the error begins with the label.
+    """
+    if value.shape != shape or value.dtype != dtype:
+        raise DataError(
+            f"{label} of shape {list(shape)} and {dtype}, as in the first batch, got "
+            f"{list(value.shape)} and {value.dtype}; let shapes not depend on values, as by padding "
+            "texts to one length"
+        )
 
 
 def pack(tensors: Sequence[Tensor]) -> Tensor:

@@ -110,6 +110,7 @@ class StageCompute:
         prepared = self.job.prepare(self.job.take(self._batch, rows), frozen, draw)
         self._prepared[is_estimate, micro_batch] = [prepared, self._num_uses]
 
+    @torch.enable_grad()
     def forward(
         self, stage: int, micro_batch: int, samples: Rows, values: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
@@ -163,6 +164,7 @@ class StageCompute:
             state |= {key: prepared.state[key] for key in flow.inputs}
         return self.job.chains[flow.backbone].run(state, flow.first, flow.stop)
 
+    @torch.enable_grad()
     def backward(
         self,
         stage: int,

@@ -7,6 +7,7 @@ once: each moves into its bucket as soon as it is complete.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -196,14 +197,23 @@ class GradientSums:
         return buckets[-1]
 
     def _hook(self, slot: _Slot, stage: int) -> None:
+        # Weakly, so that a parameter outlives its engine but does not keep it.
+        owner, place = weakref.ref(self), len(self._slots[stage]) - 1
+
         def accumulate(_: nn.Parameter) -> None:
-            if self._is_running:  # else another engine trains the same parameters
-                slot.is_used = True
-                slot.add_narrow()
-                if stage == self._final_stage:
-                    self._fill(slot, stage)
+            sums = owner()
+            if (
+                sums is not None and sums._is_running
+            ):  # else another engine trains the same parameters
+                sums._accumulate(sums._slots[stage][place], stage)
 
         slot.parameter.register_post_accumulate_grad_hook(accumulate)
+
+    def _accumulate(self, slot: _Slot, stage: int) -> None:
+        slot.is_used = True
+        slot.add_narrow()
+        if stage == self._final_stage:
+            self._fill(slot, stage)
 
     def _fill(self, slot: _Slot, stage: int) -> None:
         """Moves a complete gradient into its bucket, and starts the sums that are next in order."""
