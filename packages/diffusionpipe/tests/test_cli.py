@@ -117,3 +117,51 @@ def test_help_imports_neither_torch_nor_diffusers():
         "assert not {'torch', 'diffusers', 'transformers', 'numba'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+JOBS = """
+import torch
+from torch import nn
+
+import diffusionpipe as dp
+
+
+def build():
+    torch.manual_seed(0)
+    inputs = lambda batch, frozen, draw: {"sample": frozen["z"], "target": batch["x"]}
+    loss = lambda output, target: (output - target).square().mean(1)
+    job = dp.Job(dp.chain([nn.Linear(4, 4), nn.Tanh()]), {"z": lambda b: b["x"] * 2}, inputs, loss)
+    return job, [{"x": torch.randn(8, 4)} for _ in range(3)]
+
+
+def stop():
+    raise ValueError("no disk")
+
+
+def give_nothing():
+    return build()[0], []
+"""
+
+
+def test_a_job_is_profiled_planned_and_trained(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "jobs.py").write_text(JOBS)
+    assert main(["profile", "--build", "jobs.py:build", "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["trained_s"] > record["frozen_s"] > 0
+    Cluster.uniform(1, 1, CPU).to_yaml(tmp_path / "cluster.yaml")
+    assert main(["plan", "--cluster", "cluster.yaml", "--batch-size", "8"]) == 0
+    capsys.readouterr()
+    argv = ["train", "--build", "jobs.py:build", "--num-steps", "3", "--learning-rate", "0.1"]
+    assert main([*argv, "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert len(record["losses"]) == 3
+    assert (tmp_path / record["out"] / "model.safetensors").is_file()
+
+
+def test_errors_of_a_users_build_stay_what_they_are(tmp_path, capsys):
+    (tmp_path / "jobs.py").write_text(JOBS)
+    with pytest.raises(ValueError, match="no disk"):
+        main(["profile", "--build", f"{tmp_path}/jobs.py:stop"])
+    assert main(["profile", "--build", f"{tmp_path}/jobs.py:give_nothing"]) == 1
+    assert "expected a batch to measure with, got none" in capsys.readouterr().err

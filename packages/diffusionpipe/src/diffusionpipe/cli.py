@@ -40,6 +40,7 @@ class ProfileJob(JsonOption):
         from diffusionpipe import profile
         from diffusionpipe.config import build_job
         from shared.comms.init import joined
+        from shared.errors import DataError
         from shared.training.progress import show_progress
         from shared.units import format_s
 
@@ -47,7 +48,12 @@ class ProfileJob(JsonOption):
             job, batches = build_job(self.build)
             is_first = group.rank == 0
             with show_progress("measuring", is_shown=is_first):
-                measured = profile(job, next(iter(batches)))
+                batch = next(iter(batches), None)
+                if batch is None:
+                    raise DataError(
+                        f"{self.build}: expected a batch to measure with, got none; do return some"
+                    )
+                measured = profile(job, batch)
             if not is_first:
                 return
             self.out.parent.mkdir(parents=True, exist_ok=True)
@@ -139,7 +145,7 @@ class ComparePlacements(_Search):
                 best = plan(None, measured, cluster, batch_size=self.batch_size, placement=name)
             except ConfigError as error:
                 rows.append({"placement": name, "error": str(error)})
-                table.add_row(name, "none fits", "", "", "")
+                table.add_row(name, "no plan", "", "", "")
                 continue
             peak = max(rank.peak_bytes for rank in best.ranks)
             seconds = best.predicted_s, best.unfilled_s, best.cached_s
@@ -203,7 +209,7 @@ class Train(JsonOption):
     build: str
     """module:function or file.py:function, which returns a job and its batches."""
     num_steps: int
-    """Steps to train, those before a checkpoint included."""
+    """Steps to train."""
     plan: Path = _FOLDER / "plan.json"
     """What `diffusionpipe plan` wrote."""
     learning_rate: float = 1e-4

@@ -28,12 +28,13 @@ def build_job(text: str) -> tuple[Job, Iterable[Any]]:
     """
     home, _, name = text.rpartition(":")
     try:
-        result = getattr(_import(home), name)()
+        build = getattr(_import(home), name)
     except (ImportError, AttributeError, OSError, ValueError) as error:
         raise ConfigError(
             f"build: expected module:function or file.py:function that returns a job and its batches, "
             f"got {text!r} ({error}); check both names"
         ) from error
+    result = build()
     if not isinstance(result, tuple) or len(result) != 2 or not hasattr(result[0], "components"):
         raise ConfigError(
             f"build: expected {name}() to return a diffusionpipe.Job and batches, got "

@@ -224,3 +224,25 @@ def test_damaged_files_and_other_shapes_are_named(job, tmp_path):
         DataError, match=r"safetensors: expected outputs of .*'h'.* got a damaged file"
     ):
         cached.frozen["h"](batch)
+
+
+def test_a_changed_function_shows_at_the_first_sample_that_comes_from_the_folder(job, tmp_path):
+    """Also where the two samples that are checked at first were not cached."""
+    dp.cache(job, make_batch(0), tmp_path).compute_loss(make_batch(0), seed=0, step=0)
+    other = Counted(lambda b: 2 * job.frozen["z"].function(b))
+    cached = dp.cache(replace_frozen(job, z=other), make_batch(1), tmp_path)
+    cached.compute_loss(make_batch(1), seed=0, step=0)
+    with pytest.raises(
+        ConfigError, match=r"expected for '0/0' what frozen\['z'\] returns, got other"
+    ):
+        cached.compute_loss(make_batch(0), seed=0, step=0)
+
+
+def test_changed_buffers_are_refused(job, tmp_path):
+    norm = nn.BatchNorm1d(3).eval()
+    own = replace_frozen(job, n=Counted(lambda b: norm(b["ids"].float())))
+    dp.cache(own, make_batch(0), tmp_path)
+    dp.cache(own, make_batch(1), tmp_path)
+    norm.running_var *= 2
+    with pytest.raises(ConfigError, match=r"got another one's \(n\)"):
+        dp.cache(own, make_batch(1), tmp_path)

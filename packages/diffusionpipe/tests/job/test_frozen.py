@@ -52,6 +52,7 @@ def draw_noise(batch, frozen, draw):
     [
         ({"a.b": lambda b: b}, "expected names without '.' and '[+]', got 'a.b'"),
         ({"a+b": lambda b: b}, "got 'a[+]b'"),
+        ({"estimate": lambda b: b}, "frozen: expected names other than 'estimate'"),
         (
             {"z": lambda b, f: b},
             r"frozen\['z'\]: expected a function of \(batch\) or of .* \(b, f\)",

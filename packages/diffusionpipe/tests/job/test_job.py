@@ -345,3 +345,30 @@ def test_losses_that_depend_on_other_samples_are_refused():
 
     with pytest.raises(ConfigError, match="loss: expected the same values of the same rows"):
         dp.Job(chain, encoders.frozen(), drawing, mean).check(batch)
+
+
+def test_outputs_that_draws_seldom_let_through_are_traced():
+    """Captions are dropped at random, in the first trial all of them."""
+    first = dp.Draw(0, 0, range(2)).uniform(name="drop").max()
+
+    def inputs(batch, frozen, draw):
+        is_kept = draw.uniform(name="drop") > first
+        return {"sample": frozen["z"] + is_kept[:, None] * frozen["text"], "target": frozen["z"]}
+
+    frozen = {"z": lambda b: b["x"], "text": lambda b: 2 * b["x"]}
+    job = dp.Job(dp.chain([nn.Linear(3, 3)]), frozen, inputs, lambda o, t: (o - t).mean(1))
+    assert job.feeds({"x": torch.randn(2, 3)}) == ({"sample": ("z", "text"), "target": ("z",)},)
+
+
+def test_exports_go_to_folders_only(tmp_path):
+    job = _job(text_unet(), _Encoders())
+    for folder in ("s3://bucket/out", tmp_path / "s3://bucket"):
+        with pytest.raises(ConfigError, match="export: expected a folder, got the address"):
+            job.export(folder)
+
+
+def test_a_controlled_unet_recomputes_where_asked(monkeypatch):
+    model = controlled()
+    assert not model.is_gradient_checkpointing
+    model.controlnet.enable_gradient_checkpointing()
+    assert model.is_gradient_checkpointing

@@ -148,3 +148,26 @@ def test_losses_compare_means_and_refuse_other_shapes():
         ConfigError, match=r"expected an output of the target's shape \[3, 4, 2, 2\]"
     ):
         mean_square(target[:, :3], target)
+
+
+@pytest.mark.parametrize("kind", ["EulerDiscreteScheduler", "DPMSolverMultistepScheduler"])
+def test_schedulers_for_sampling_train_like_that_of_training(kind, frozen):
+    import diffusers
+
+    reference, _ = dp.losses.velocity(diffusers.DDPMScheduler(), latents="z")
+    ours, _ = dp.losses.velocity(getattr(diffusers, kind)(), latents="z")
+    expected, made = (inputs({}, frozen, DRAW) for inputs in (reference, ours))
+    torch.testing.assert_close(made, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_schedulers_of_another_kind_are_refused():
+    import diffusers
+
+    flow, ddpm = diffusers.FlowMatchEulerDiscreteScheduler(), diffusers.DDPMScheduler()
+    for make in (dp.losses.epsilon, dp.losses.velocity):
+        with pytest.raises(
+            ConfigError, match=r"expected one with alphas_cumprod, .* got FlowMatch"
+        ):
+            make(flow, latents="z")
+    with pytest.raises(ConfigError, match=r"expected one of flow matching, .* got DDPMScheduler"):
+        dp.losses.flow(ddpm, latents="z")

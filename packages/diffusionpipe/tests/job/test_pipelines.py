@@ -239,3 +239,108 @@ def test_texts_and_latents_go_where_they_are_read():
         "added_cond_kwargs.time_ids": (),
         "target": (),
     }
+
+
+def _add_adapters(unet):
+    """A style that stays, and one that trains."""
+    from peft import LoraConfig
+
+    unet.requires_grad_(False)
+    torch.manual_seed(3)
+    for name in ("style", "mine"):
+        config = LoraConfig(r=2, target_modules=["to_q"], init_lora_weights=False)
+        unet.add_adapter(config, adapter_name=name)
+    unet.set_adapters(["style", "mine"])
+    for name, weight in unet.named_parameters():
+        weight.requires_grad_(".mine." in name)
+
+
+def test_of_two_adapters_the_trained_one_is_exported(tmp_path):
+    pipe = small_pipelines.stable_diffusion()
+    _add_adapters(pipe.unet)
+    job = dp.Job.from_pipeline(pipe)
+    assert all(".mine." in name for name in job.trained)
+    expected = [weight.detach() for name, weight in sorted(job.trained.items())]
+    job.validate()
+    job.export(tmp_path / "pipeline")
+    # A job of one's own exports the backbone's folder.
+    dp.Job(job.backbone, job.frozen, job.inputs, job.loss).export(tmp_path / "plain")
+    for folder in ("pipeline", "plain"):
+        other = small_pipelines.stable_diffusion()
+        if folder == "plain":
+            other.unet.load_lora_adapter(
+                tmp_path / folder, prefix=None, adapter_name="mine", use_safetensors=True
+            )
+        else:
+            other.load_lora_weights(tmp_path / folder, adapter_name="mine")
+        own = [w for name, w in sorted(other.unet.named_parameters()) if ".mine." in name]
+        assert len(own) == len(expected) > 0
+        assert all(torch.equal(a, b) for a, b in zip(own, expected, strict=True))
+
+
+def test_weights_that_train_beside_an_adapter_are_refused():
+    pipe = small_pipelines.stable_diffusion()
+    _add_adapters(pipe.unet)
+    pipe.unet.conv_in.requires_grad_(True)
+    job = dp.Job.from_pipeline(pipe)
+    with pytest.raises(
+        ConfigError, match=r"expected one adapter that trains, .* got mine, conv_in"
+    ):
+        job.validate()
+    pipe.unet.requires_grad_(True)
+    with pytest.raises(ConfigError, match=r"expected one adapter that trains, .* got mine, style"):
+        job.validate()
+
+
+def test_a_pipeline_with_a_wrapped_model_is_refused():
+    from peft import LoraConfig, get_peft_model
+
+    pipe = small_pipelines.stable_diffusion()
+    pipe.unet = get_peft_model(pipe.unet, LoraConfig(r=2, target_modules=["to_q"]))
+    with pytest.raises(
+        ConfigError, match=r"pipeline.unet: expected a model of diffusers, got Peft"
+    ):
+        dp.Job.from_pipeline(pipe)
+
+
+@pytest.mark.parametrize(
+    ("build", "kind", "match"),
+    [
+        (
+            "stable_diffusion",
+            "FlowMatchEulerDiscreteScheduler",
+            "expected one with a beta_schedule",
+        ),
+        ("xl", "EDMEulerScheduler", "expected one with a beta_schedule"),
+        ("sd3", "EulerDiscreteScheduler", "expected one of flow matching"),
+        ("flux", "DPMSolverMultistepScheduler", "expected one of flow matching"),
+    ],
+)
+def test_schedulers_of_another_training_are_refused(build, kind, match):
+    import diffusers
+
+    pipe = getattr(small_pipelines, build)()
+    pipe.scheduler = getattr(diffusers, kind)()
+    with pytest.raises(ConfigError, match=f"scheduler: {match}.* got {kind}"):
+        dp.Job.from_pipeline(pipe)
+
+
+def test_xl_takes_lists_of_images_and_crops():
+    job, batch = dp.Job.from_pipeline(small_pipelines.xl()), small_pipelines.batch()
+    whole = job.compute_loss(batch, seed=0, step=0)
+    listed = batch | {"pixels": list(batch["pixels"])}
+    assert torch.equal(job.compute_loss(listed, seed=0, step=0), whole)
+    sizes = [[64, 64, 0, 0, 16, 16]] * 2 + [[32, 64, 8, 0, 16, 16]]
+    (prepared,) = job.prepare(batch | {"time_ids": sizes}, _encode_all(job, batch), _draw(3))
+    assert prepared.state["added_cond_kwargs.time_ids"].tolist() == sizes
+
+
+@pytest.mark.parametrize(("build", "multiple"), [("stable_diffusion", 2), ("sd3", 4), ("flux", 4)])
+def test_pixels_of_another_scale_or_size_are_refused(build, multiple):
+    job = dp.Job.from_pipeline(getattr(small_pipelines, build)())
+    batch = small_pipelines.batch()
+    with pytest.raises(DataError, match=r"expected floats from -1 to 1, got some from .* to 2\d\d"):
+        job.check(batch | {"pixels": batch["pixels"] * 127.5 + 127.5})
+    odd = torch.zeros(3, 3, 16, 16 + multiple // 2)
+    with pytest.raises(DataError, match=f"rows and columns that are multiples of {multiple}, got"):
+        job.check(batch | {"pixels": odd})

@@ -9,16 +9,18 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from diffusionpipe.job.batches import Batch, count_rows, take_rows
 from diffusionpipe.job.cached_function import CachedFunction, list_keys, remove_caches
-from diffusionpipe.job.checks.rows import find_parameters, is_close
+from diffusionpipe.job.checks.rows import find_parameters
 from diffusionpipe.job.draws import Draw
 from diffusionpipe.job.frozen import encode, takes_draw
 from diffusionpipe.job.job import Job
@@ -55,15 +57,22 @@ def cache(
     rows, draw = take_rows(batch, range(num_rows)), Draw(0, 0, range(num_rows))
     job.check(rows)
     frozen = remove_caches({name: job.frozen[name] for name in names})
+    outputs, buffers = {}, {}
+    for name, function in frozen.items():
+        with _watch_buffers() as buffers[name]:
+            outputs |= encode({name: function}, rows, draw)
     used = find_parameters(frozen, rows, draw)
+    hashes = {name: _hash_weights([*used[name], *buffers[name].values()]) for name in frozen}
     path = Path(folder)
-    _check_record(path, {name: _hash_weights(weights) for name, weights in used.items()})
-    outputs = encode(frozen, rows, draw)
+    is_new = _check_record(path, hashes)
     cached = {}
     for name, function in frozen.items():
         example = {k: value for k, value in outputs.items() if k.split(".")[0] == name}
         cached[name] = CachedFunction(name, function, path, example)
-        _check_rows(cached[name], list_keys(rows))
+        if is_new:
+            # What this run writes needs no comparison with what it computes.
+            cached[name].compared.append("")
+        cached[name].compare(rows)
     return replace(job, frozen={**job.frozen, **cached})
 
 
@@ -83,14 +92,14 @@ def _check_names(job: Job, names: Sequence[str]) -> None:
         )
 
 
-def _check_record(folder: Path, weights: dict[str, str]) -> None:
-    """Compares hashes with those of the run that created the folder, or writes them."""
+def _check_record(folder: Path, weights: dict[str, str]) -> bool:
+    """Compares hashes with those in the folder; writes them and returns True if it is new."""
     path = folder / "cache.json"
     record = {"version": 1, "weights": weights}
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(path, json.dumps(record, indent=1))
-        return
+        return True
     written = read_json(path, "a cache's record")
     if written != record:
         other = written.get("weights", {}) if isinstance(written, dict) else {}
@@ -100,19 +109,22 @@ def _check_record(folder: Path, weights: dict[str, str]) -> None:
             f"weights, got another one's ({', '.join(changed) or 'another version'}); do delete the "
             "folder, or name another one"
         )
+    return False
 
 
-def _check_rows(cached: CachedFunction, keys: Sequence[str]) -> None:
-    """Compares outputs that were just computed with those in the folder, if they are there."""
-    for index, key in enumerate(keys):
-        row = cached.read(key) or {}
-        for name, value in row.items():
-            if not is_close(value, cached.example[name][index].cpu()):
-                raise ConfigError(
-                    f"{cached.folder}: expected for {key!r} what frozen[{cached.name!r}] returns, got "
-                    "other values: the function or the sample has changed; do delete the folder, or "
-                    "name another one"
-                )
+@contextmanager
+def _watch_buffers() -> Iterator[dict[int, Tensor]]:
+    """Collects the buffers of modules that run meanwhile, as statistics of norms."""
+    buffers: dict[int, Tensor] = {}
+
+    def note(module: nn.Module, arguments: object) -> None:
+        buffers.update((id(buffer), buffer) for buffer in module.buffers(recurse=False))
+
+    handle = register_module_forward_pre_hook(note)
+    try:
+        yield buffers
+    finally:
+        handle.remove()
 
 
 def _hash_weights(weights: Iterable[Tensor]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from diffusionpipe.job.batches import Batch, flatten, unflatten
-from shared.errors import DataError
+from diffusionpipe.job.closeness import is_close
+from shared.errors import ConfigError, DataError
 from shared.files import write_atomically
 
 __all__ = ["CachedFunction", "list_keys", "remove_caches"]
@@ -31,12 +32,14 @@ class CachedFunction:
         folder: of the files.
         example: outputs of some rows, as `encode` names them; other samples' have the same types,
             shapes and device.
+        compared: key of the sample for which file and function were compared; empty before.
     """
 
     name: str
     function: Callable[[Batch], Any]
     folder: Path
     example: Mapping[str, Tensor]
+    compared: list[str] = field(default_factory=list)
 
     def __call__(self, batch: Batch) -> Any:
         """Returns what the function returns for some rows.
@@ -45,9 +48,11 @@ class CachedFunction:
             batch: rows, named by "keys".
 
         Raises:
+            ConfigError: the folder has another function's outputs.
             DataError: keys are missing, or a file is damaged.
             OSError: a file cannot be read or written.
         """
+        self.compare(batch)
         keys = list_keys(batch)
         rows = [self.read(key) for key in keys]
         missing = [index for index, row in enumerate(rows) if row is None]
@@ -65,6 +70,32 @@ class CachedFunction:
                 value = value.contiguous(memory_format=torch.channels_last)
             values[name] = value
         return unflatten(values)[self.name]
+
+    def compare(self, batch: Batch) -> None:
+        """Computes one sample that the folder has again, the first that comes, and compares both.
+
+        Args:
+            batch: rows, named by "keys".
+
+        Raises:
+            ConfigError: they differ.
+            DataError: keys are missing, or a file is damaged.
+            OSError: a file cannot be read.
+        """
+        for index, key in enumerate(list_keys(batch)):
+            row = None if self.compared else self.read(key)
+            if row is None:
+                continue
+            with torch.no_grad():
+                output = self.function({name: _pick(v, [index]) for name, v in batch.items()})
+            values = flatten(self.name, output)
+            if not all(is_close(row[name], value[0].cpu()) for name, value in values.items()):
+                raise ConfigError(
+                    f"{self.folder}: expected for {key!r} what frozen[{self.name!r}] returns, got other "
+                    "values: the function or the sample has changed; do delete the folder, or name "
+                    "another one"
+                )
+            self.compared.append(key)
 
     def read(self, key: str) -> dict[str, Tensor] | None:
         """Reads a sample's outputs; None where they were not written yet.

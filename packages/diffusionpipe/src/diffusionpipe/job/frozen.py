@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from diffusionpipe.job.batches import Batch, flatten
 from diffusionpipe.job.draws import Draw
+from diffusionpipe.job.layers import ESTIMATE
 from shared.errors import ConfigError
 
 __all__ = ["Frozen", "encode", "group_components", "takes_draw"]
@@ -35,13 +36,18 @@ def group_components(frozen: Frozen) -> dict[str, tuple[str, ...]]:
         Names of functions by name of the component, in order.
 
     Raises:
-        ConfigError: a name has a dot or a plus, or a function takes another number of arguments.
+        ConfigError: a name has a dot or a plus or is "estimate", or a function takes another number of arguments.
     """
     groups: list[tuple[str, ...]] = []
     for name, function in frozen.items():
         if not name or set(name) & set(".+"):
             raise ConfigError(
                 f"frozen: expected names without '.' and '+', got {name!r}; do rename it"
+            )
+        if name == ESTIMATE:
+            raise ConfigError(
+                f"frozen: expected names other than {ESTIMATE!r}, by which inputs get an earlier pass's "
+                "output; do rename it"
             )
         if takes_draw(name, function):
             groups = [(*(earlier for group in groups for earlier in group), name)]

@@ -21,7 +21,7 @@ from diffusionpipe.job.checks.rows import check_rows, check_untrained
 from diffusionpipe.job.draws import Draw, decide
 from diffusionpipe.job.layers import ESTIMATE, OUTPUT
 from diffusionpipe.job.losses import Noising
-from diffusionpipe.job.pipelines.export import save_backbone, save_pipeline
+from diffusionpipe.job.pipelines.export import find_adapter, save_backbone, save_pipeline
 from shared.errors import ConfigError, DataError
 
 __all__ = ["Job", "Prepared"]
@@ -231,8 +231,8 @@ class Job:
         """Checks what needs no data.
 
         Raises:
-            ConfigError: a BatchNorm trains, nothing trains, or a trainable parameter is in two
-                layers or in none.
+            ConfigError: a BatchNorm trains, nothing trains, a trainable parameter is in two layers or in
+                none, or trains beside an adapter.
         """
         for chain in self.chains:
             chain.validate()
@@ -241,6 +241,7 @@ class Job:
                     f"{type(chain.model).__name__}: expected parameters that train, got none; do "
                     "call requires_grad_(True), or add an adapter"
                 )
+            find_adapter(chain.model)
         owners: dict[int, str] = {}
         for name, parameter in self.trained.items():
             if id(parameter) in owners:
@@ -312,7 +313,15 @@ class Job:
         return json.dumps(about)
 
     def export(self, folder: str | Path) -> None:
-        """Saves the pipeline's folder, or the backbone's; adapters alone if it has some."""
+        """Saves the pipeline's folder, or the backbone's; an adapter alone if it trains.
+
+        Raises:
+            ConfigError: the folder is an address.
+        """
+        if ":/" in str(folder):  # a Path has dropped one of two slashes
+            raise ConfigError(
+                f"export: expected a folder, got the address {folder}; do export to a folder and copy it"
+            )
         path = Path(folder)
         if self.pipeline is not None:
             save_pipeline(self.pipeline, self.chains[0].model, path)

@@ -93,7 +93,7 @@ class Noising:
         clean = (clean - self.shift) * self.scaling
         noise = draw.normal(clean.shape[1:], "noise", like=clean)
         level, timestep = self._draw_times(clean, draw)
-        noisy, target = self._add_noise(clean, noise, level, timestep)
+        noisy, target = self._add_noise(clean, noise, level)
         if self.has_estimate:
             estimate = torch.zeros_like(clean)
             if "estimate" in frozen:
@@ -122,15 +122,15 @@ class Noising:
             levels = self.scheduler.alphas_cumprod.to(clean.device, clean.dtype)[timestep]
         return levels.reshape(-1, *([1] * (clean.ndim - 1))), timestep
 
-    def _add_noise(
-        self, clean: Tensor, noise: Tensor, level: Tensor, timestep: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def _add_noise(self, clean: Tensor, noise: Tensor, level: Tensor) -> tuple[Tensor, Tensor]:
         if self.prediction == "flow":
             return (1.0 - level) * clean + level * noise, noise - clean
-        noisy = self.scheduler.add_noise(clean, noise, timestep)
+        # Not by the scheduler: some for sampling scale noise in another way.
+        signal_scale, noise_scale = level.sqrt(), (1.0 - level).sqrt()
+        noisy = signal_scale * clean + noise_scale * noise
         if self.prediction == "epsilon":
             return noisy, noise
-        return noisy, self.scheduler.get_velocity(clean, noise, timestep)
+        return noisy, signal_scale * noise - noise_scale * clean
 
     def _estimate_clean(self, output: Tensor, noisy: Tensor, level: Tensor) -> Tensor:
         if self.prediction == "flow":
@@ -168,12 +168,15 @@ def epsilon(scheduler: Any, *, latents: str, **options: Any) -> tuple[Noising, L
 
     Returns:
         `inputs` and `loss` of a `Job`.
+
+    Raises:
+        ConfigError: the scheduler has no alphas_cumprod.
     """
     return _predict("epsilon", scheduler, latents, options)
 
 
 def velocity(scheduler: Any, *, latents: str, **options: Any) -> tuple[Noising, Loss]:
-    """Predicts the velocity between data and noise; arguments as for `epsilon`."""
+    """Predicts the velocity between data and noise; arguments and errors as for `epsilon`."""
     return _predict("velocity", scheduler, latents, options)
 
 
@@ -184,7 +187,15 @@ def flow(scheduler: Any, *, latents: str, **options: Any) -> tuple[Noising, Loss
         scheduler: of diffusers, as FlowMatchEulerDiscreteScheduler().
         latents: as for `epsilon`.
         **options: as for `epsilon`.
+
+    Raises:
+        ConfigError: the scheduler is of another kind than flow matching.
     """
+    if not type(scheduler).__name__.startswith("FlowMatch"):
+        raise ConfigError(
+            "scheduler: expected one of flow matching, as FlowMatchEulerDiscreteScheduler, got "
+            f"{type(scheduler).__name__}; do train with the scheduler that the model came with"
+        )
     # Times of inference, if somebody has set them, are fewer than those of training.
     fresh = type(scheduler).from_config(scheduler.config)
     return _predict("flow", fresh, latents, options)
@@ -221,6 +232,11 @@ def sample_latents(latents: Tensor, num_channels: int | None, draw: Draw) -> Ten
 def _predict(
     prediction: str, scheduler: Any, latents: str, options: dict[str, Any]
 ) -> tuple[Noising, Loss]:
+    if prediction != "flow" and not hasattr(scheduler, "alphas_cumprod"):
+        raise ConfigError(
+            f"scheduler: expected one with alphas_cumprod, as DDPMScheduler, got "
+            f"{type(scheduler).__name__}; do train with the scheduler that the model came with"
+        )
     settings = {name: options.pop(name) for name in ("scaling", "shift") if name in options}
     text = options.pop("text", None)
     if text is not None:

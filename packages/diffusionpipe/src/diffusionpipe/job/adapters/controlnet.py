@@ -43,6 +43,11 @@ class ControlledUNet(nn.Module):
         """The U-Net's configuration."""
         return self.unet.config
 
+    @property
+    def is_gradient_checkpointing(self) -> bool:
+        """Whether the ControlNet's or the U-Net's layers are to be computed again for backward."""
+        return self.controlnet.is_gradient_checkpointing or self.unet.is_gradient_checkpointing
+
     def forward(
         self,
         sample: Tensor,

@@ -17,6 +17,9 @@ from diffusionpipe.job.layers import ESTIMATE, OUTPUT
 
 __all__ = ["find_feeds"]
 
+# Steps whose draws are tried.
+_NUM_DRAWS = 8
+
 
 def find_feeds(job: Any, batch: Batch) -> tuple[dict[str, tuple[str, ...]], ...]:
     """Changes one frozen output at a time and compares the inputs and targets.
@@ -28,28 +31,34 @@ def find_feeds(job: Any, batch: Batch) -> tuple[dict[str, tuple[str, ...]], ...]
     Returns:
         For each backbone, names of frozen outputs by input key and "target".
     """
-    draw = Draw(0, 0, range(count_rows(batch)))
+    samples = range(count_rows(batch))
+    draw = Draw(0, 0, samples)
     values = job.encode_all(batch, draw)
     if job.self_conditioning:
         with torch.no_grad():
             (prepared,) = job.prepare(batch, values, draw)
             values[ESTIMATE] = job.chains[0].run(prepared.state)[OUTPUT]
 
-    def prepare(values: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+    def prepare(values: dict[str, Tensor], draw: Draw) -> list[dict[str, Tensor]]:
         made = job.prepare(batch, values, draw)
         return [{**each.state, **flatten("target", each.target)} for each in made]
 
-    reference = prepare(values)
+    # Draws may leave an output out, as where captions are dropped at random.
+    references = [prepare(values, Draw(0, step, samples)) for step in range(_NUM_DRAWS)]
     feeds: tuple[dict[str, dict[str, None]], ...] = tuple(
-        {_name(key): {} for key in (*state, "target")} for state in reference
+        {_name(key): {} for key in (*state, "target")} for state in references[0]
     )
-    for name, value in values.items():
-        changed = prepare({**values, name: _change(value)})
-        for before, after, table in zip(reference, changed, feeds, strict=True):
-            for key in before:
-                if not torch.equal(before[key], after[key]):
-                    table[_name(key)][name] = None
-    return tuple({key: tuple(names) for key, names in table.items()} for table in feeds)
+    for step, reference in enumerate(references):
+        for name, value in values.items():
+            changed = prepare({**values, name: _change(value)}, Draw(0, step, samples))
+            for before, after, table in zip(reference, changed, feeds, strict=True):
+                for key in before:
+                    if not torch.equal(before[key], after[key]):
+                        table[_name(key)][name] = None
+    return tuple(
+        {key: tuple(n for n in values if n in names) for key, names in table.items()}
+        for table in feeds
+    )
 
 
 def _name(key: str) -> str:

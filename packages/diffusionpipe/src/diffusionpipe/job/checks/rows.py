@@ -5,24 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from diffusionpipe.job.batches import Batch
 from diffusionpipe.job.cached_function import remove_caches
+from diffusionpipe.job.closeness import is_close
 from diffusionpipe.job.draws import Draw
 from diffusionpipe.job.frozen import Frozen, encode
 from shared.errors import ConfigError
 
-__all__ = ["check_rows", "check_untrained", "find_parameters", "is_close"]
-
-# Largest difference between a value's row alone and among others, relative to its largest value.
-_TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
-_LOW_PRECISION_TOLERANCE = 3e-2
-# Products in TF32, which GPUs may use for float32.
-_GPU_TOLERANCE = 5e-3
+__all__ = ["check_rows", "check_untrained", "find_parameters"]
 
 
 def check_rows(compute: Callable[[range], dict[str, Tensor]], num_rows: int) -> None:
@@ -130,14 +124,3 @@ class _ParameterWatch(TorchFunctionMode):
                 if isinstance(leaf, nn.Parameter):
                     self.parameters[id(leaf)] = leaf
         return func(*args, **keywords)
-
-
-def is_close(ours: Tensor, theirs: Tensor) -> bool:
-    """Whether two values are the same up to the rounding of their type."""
-    if ours.shape != theirs.shape or not ours.is_floating_point():
-        return torch.equal(ours, theirs)
-    tolerance = _TOLERANCES.get(ours.dtype, _LOW_PRECISION_TOLERANCE)
-    if ours.is_cuda:
-        tolerance = max(tolerance, _GPU_TOLERANCE)
-    scale = float(theirs.abs().max()) if theirs.numel() else 0.0
-    return torch.allclose(ours, theirs, rtol=0.0, atol=tolerance * scale, equal_nan=True)

@@ -22,6 +22,9 @@ from shared.registry import Registry
 
 __all__ = ["PIPELINES", "describe_pipeline"]
 
+# Beyond what augmentations overshoot; whole numbers up to 255 are no pixels from -1 to 1.
+_LARGEST_PIXEL = 1.5
+
 # Backbone, frozen functions, inputs and loss.
 Parts = tuple[Chain, Mapping[str, Callable[..., Any]], Callable[..., Any], Callable[..., Any]]
 
@@ -30,11 +33,17 @@ def describe_pipeline(pipeline: Any) -> Parts:
     """Takes a pipeline apart; its encoders ask for no gradients afterwards.
 
     Raises:
-        ConfigError: another kind of pipeline, or a prediction that is not known here.
+        ConfigError: another kind of pipeline, a prediction or scheduler that is not known here, or a
+            model in a wrapper of peft.
     """
     names = [base.__name__ for base in type(pipeline).__mro__ if base.__name__ in PIPELINES]
     describe = PIPELINES.get(names[0] if names else type(pipeline).__name__)
     for name, part in pipeline.components.items():
+        if hasattr(part, "get_base_model"):
+            raise ConfigError(
+                f"pipeline.{name}: expected a model of diffusers, got {type(part).__name__}, which "
+                f"pipelines cannot save; do call pipeline.{name}.add_adapter(config) instead of wrapping it"
+            )
         is_encoder = name == "vae" or name.startswith("text_encoder")
         if is_encoder and isinstance(part, nn.Module):
             part.eval()
@@ -90,6 +99,9 @@ def _list_frozen(
         **options: further arguments of encode_prompt.
     """
     vae = pipeline.vae
+    # Transformers take latents in patches of two by two.
+    has_patches = getattr(pipeline, "transformer", None) is not None
+    multiple = 2 ** (len(vae.config.block_out_channels) - 1) * (2 if has_patches else 1)
     encoders = [part for name, part in pipeline.components.items() if name.startswith("text_enc")]
 
     def encode_pixels(batch: Batch) -> Tensor:
@@ -110,6 +122,16 @@ def _list_frozen(
                 f"columns], got {_describe_images(pixels)}; do convert images, as by "
                 "pixels.permute(0, 3, 1, 2) / 127.5 - 1, and give a batch images of one size"
             )
+        if pixels.abs().max() > _LARGEST_PIXEL:
+            raise DataError(
+                "batch['pixels']: expected floats from -1 to 1, got some from "
+                f"{float(pixels.min()):.3g} to {float(pixels.max()):.3g}; do scale them"
+            )
+        if any(size % multiple for size in pixels.shape[-2:]):
+            raise DataError(
+                f"batch['pixels']: expected rows and columns that are multiples of {multiple}, got "
+                f"{list(pixels.shape[-2:])}; do crop or pad images"
+            )
         return vae.encode(pixels.to(vae.device, vae.dtype)).latent_dist.parameters
 
     def encode_captions(batch: Batch) -> dict[str, Tensor]:
@@ -127,7 +149,12 @@ def _list_frozen(
 def _predict_noise(pipeline: Any, **arguments: Any) -> tuple[Noising, Callable[..., Any]]:
     from diffusers import DDPMScheduler
 
-    # Schedulers for sampling cannot all add noise; they share the configuration of training.
+    # Schedulers for sampling share the configuration of training; defaults of betas would train wrongly.
+    if "beta_schedule" not in pipeline.scheduler.config:
+        raise ConfigError(
+            f"scheduler: expected one with a beta_schedule, got {type(pipeline.scheduler).__name__}; do "
+            "set the pipeline's scheduler to that of its training, or write inputs and loss yourself"
+        )
     scheduler: Any = DDPMScheduler.from_config(pipeline.scheduler.config)
     losses = {"epsilon": epsilon, "v_prediction": velocity}
     kind = scheduler.config.prediction_type
@@ -157,7 +184,9 @@ def _predict_flow(pipeline: Any) -> tuple[Noising, Callable[..., Any]]:
 def _list_image_sizes(batch: Batch, frozen: Mapping[str, Any]) -> Tensor:
     """XL's time_ids: original size, corner of the crop and target size of each image."""
     states = frozen["text"]["states"]
-    rows, columns = _find(batch, "pixels").shape[-2:]
+    if "time_ids" in batch:
+        return torch.as_tensor(batch["time_ids"]).to(states)
+    rows, columns = np.shape(_find(batch, "pixels")[0])[-2:]
     sizes = torch.tensor([rows, columns, 0, 0, rows, columns], device=states.device)
     return sizes.to(states.dtype).repeat(len(states), 1)
 
