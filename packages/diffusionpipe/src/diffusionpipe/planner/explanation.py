@@ -89,10 +89,15 @@ def _describe_step(best: Plan) -> list[str]:
         hides = best.unfilled_s - best.predicted_s > encode_s / 2
         none = "no gain: idle time hides them" if hides else "no gain worth naming"
         saved = f"{gain:.0%} less" if gain >= _NOTABLE else none
+        where = (
+            "in idle time as far as they fit. Run before the step they would make it "
+            f"{format_s(best.unfilled_s)}"
+            if best.predicted_s < best.unfilled_s
+            else "before the passes, as idle time would not make the step shorter"
+        )
         lines.append(
-            f"Frozen parts: {format_s(encode_s)} a rank, in idle time as far as they fit. Run before "
-            f"the step they would make it {format_s(best.unfilled_s)}; with latents and other frozen "
-            f"outputs cached it would take {format_s(best.cached_s)} ({saved})."
+            f"Frozen parts: {format_s(encode_s)} a rank, {where}; with latents and other frozen outputs "
+            f"cached it would take {format_s(best.cached_s)} ({saved})."
         )
     lines.append(
         f"A rank needs up to {format_bytes(_find_peak(best))} of memory and sends up to "

@@ -34,6 +34,8 @@ _MAX_PASSES = 40_000
 # A pipeline must be faster than data parallelism by this share, to be chosen or even to be replayed;
 # and by the other one than the best pipeline, to be replayed.
 _MARGIN, _TOLERANCE = 0.02, 0.01
+# Plans slower than the fastest by up to this share are also tried with their frozen parts first.
+_NEAR = 0.05
 
 
 def plan(
@@ -71,21 +73,30 @@ def plan(
     _check_constraints(inputs, wanted)
     plans = _replay_best(inputs, wanted)
     fitting = [each for each in plans if _fits(each, inputs)]
+    lacking = [each for each in plans if not _fits(each, inputs)]
     if not fitting:
         plans = plans or _replay_best(inputs, wanted._replace(is_bounded=False))
         raise ConfigError(_explain_failure(plans, inputs, wanted))
+    near_s = (1 + _NEAR) * fitting[0].predicted_s
+    fitting = [
+        _place_first(each, inputs) if each.predicted_s <= near_s else each for each in fitting
+    ]
     # Data parallelism is simpler, and predictions err by more than the margin.
     fitting.sort(key=lambda each: each.predicted_s * (1 - _MARGIN * (each.placement == "data")))
-    best = fitting[0]
     best = replace(
-        best,
-        unfilled_s=assemble(best, inputs, "first").predicted_s,
-        cached_s=assemble(best, inputs, "cached").predicted_s,
+        fitting[0],
+        cached_s=assemble(fitting[0], inputs, "cached").predicted_s,
         fingerprints={} if job is None else list_fingerprints(job),
     )
-    lacking = [each for each in plans if each not in fitting]
     changes = [*_list_notes(inputs, wanted), *find_changes(fitting, inputs)]
     return replace(best, explanation=explain(best, fitting[1:], lacking, changes))
+
+
+def _place_first(plan: Plan, inputs: PlanInputs) -> Plan:
+    """The plan, or with its frozen parts before the passes where later outputs would be in the way."""
+    first = assemble(plan, inputs, "first")
+    is_faster = first.predicted_s < plan.predicted_s and _fits(first, inputs)
+    return replace(first if is_faster else plan, unfilled_s=first.predicted_s)
 
 
 def _replay_best(inputs: PlanInputs, wanted: Constraints) -> list[Plan]:
