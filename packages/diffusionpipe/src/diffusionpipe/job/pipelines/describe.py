@@ -1,6 +1,7 @@
 """What a text-to-image pipeline of diffusers trains: its backbone, frozen parts, inputs and loss.
 
-Batches hold "pixels", [num_samples, 3, rows, columns] from -1 to 1, and "captions", a list of texts.
+Batches hold "pixels", [num_samples, 3, rows, columns] from -1 to 1, and "captions", a list of texts;
+of XL "time_ids" too, [num_samples, 6], if images are crops.
 The pipeline's own `encode_prompt` encodes texts, so that training sees what sampling sees.
 """
 
