@@ -62,7 +62,7 @@ def test_the_published_form_encodes_every_sample_once_and_keeps_all_passes():
     cluster = Cluster.uniform(1, stages, CPU, local=Link(alpha_s=1e-4, beta_s_per_byte=1e-9))
     options = {"num_stages": stages, "num_micro_batches": count, "placement": "chain"}
     plan = dp.plan(None, profile, cluster, batch_size=rows * count, **options)
-    published = fill_as_published(plan, profile, rows * count)
+    published = fill_as_published(plan, profile, rows * count, 1e-3)
     jobs = [a.samples for own in published.order for a in own if a.kind == "encode"]
     assert sorted(row for job in jobs for row in range(*job)) == list(range(rows * count))
     for own in published.order:
