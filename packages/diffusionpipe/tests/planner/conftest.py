@@ -36,7 +36,6 @@ def build_chain(
         layers=tuple(f"layer{i}" for i in range(layers)),
         reads=tuple(reads),
         writes=tuple(writes),
-        shared=("emb",),
         differentiable=tuple(keys),
         feeds={"x": ("z",), "target": ("z",)},
         forward_s=tuple(tuple(each * size for size in sizes) for each in forward),

@@ -120,9 +120,12 @@ def test_partitions_within_memory_equal_brute_force(seed):
 
 
 def draw_chain(chain, source):
-    """The same chain with other bytes of weights and of kept values by layer."""
+    """The same chain with other bytes of weights and of kept values by layer, and other feeds."""
     weights, saved = (tuple(source.randint(0, most) for _ in chain.layers) for most in (1000, 2000))
-    return replace(chain, parameter_bytes=weights, gradient_bytes=weights, saved_bytes=saved)
+    feeds = {key: source.choice([(), ("z",)]) for key in ("x", "target")}
+    return replace(
+        chain, parameter_bytes=weights, gradient_bytes=weights, saved_bytes=saved, feeds=feeds
+    )
 
 
 def find_least_peaks(profile, spans_by_device, rows, micro_batches):
@@ -134,8 +137,8 @@ def find_least_peaks(profile, spans_by_device, rows, micro_batches):
             chain = profile.chains[backbone]
             fixed += 4 * sum(chain.gradient_bytes[first:stop])
             saved[backbone] = saved.get(backbone, 0) + sum(chain.saved_bytes[first:stop])
-            if first == 0 or stop == len(chain.layers):
-                feeds.add("z")
+            feeds.update(chain.feeds["x"] if first == 0 else ())
+            feeds.update(chain.feeds["target"] if stop == len(chain.layers) else ())
         outputs = 2 * rows * micro_batches * profile.frozen_bytes["z"] * len(feeds)
         peaks.append(fixed + rows * max(saved.values()) + outputs)
     return peaks

@@ -30,7 +30,7 @@ __all__ = ["plan"]
 
 # Passes of all replayed plans together, beyond which no further one is begun. Small clusters never get
 # there; on large ones what is left looked worse than what was replayed.
-_MAX_PASSES = 40_000
+_MAX_PASSES = 25_000
 # A pipeline must be faster than data parallelism by this share, to be chosen or even to be replayed;
 # and by the other one than the best pipeline, to be replayed.
 _MARGIN, _TOLERANCE = 0.02, 0.01
