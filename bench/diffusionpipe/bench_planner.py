@@ -45,7 +45,7 @@ def make_profile(seed):
     forward = draw.uniform(0.5e-3, 2e-3, LAYERS)
     gradients = tuple(draw.integers(5_000_000, 60_000_000, LAYERS).tolist())
     chain = ChainProfile(
-        layers=tuple(map(str, range(LAYERS))), reads=tuple(reads), writes=tuple(writes), shared=(),
+        layers=tuple(map(str, range(LAYERS))), reads=tuple(reads), writes=tuple(writes),
         differentiable=tuple(keys), feeds={"sample": ("z",), "target": ("z",)},
         forward_s=tuple(tuple((one * (0.3 + size)).tolist() for size in sizes) for one in forward),
         backward_s=tuple(tuple((2 * one * (0.3 + size)).tolist() for size in sizes) for one in forward),

@@ -322,7 +322,6 @@ def make_profile(model: Published, device: Device) -> JobProfile:
         layers=tuple(layer.name for layer in chain.layers),
         reads=tuple(layer.reads for layer in chain.layers),
         writes=tuple(layer.writes for layer in chain.layers),
-        shared=tuple(sorted(chain.shared)),
         differentiable=tuple(key for layer in chain.layers for key in layer.writes),
         feeds=model.feeds,
         forward_s=tuple((flops / rate,) for flops in model.forward_flops),

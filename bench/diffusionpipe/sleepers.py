@@ -50,7 +50,6 @@ def make_profile(
         layers=tuple(f"layer {layer}" for layer in range(num_layers)),
         reads=tuple((key,) for key in ("sample", *keys[:-1])),
         writes=tuple((key,) for key in keys),
-        shared=(),
         differentiable=tuple(keys),
         feeds={"sample": fed, "target": ("z",)},
         forward_s=((FORWARD_SHARE * pass_s / rows, FORWARD_SHARE * pass_s),) * num_layers,

@@ -21,7 +21,6 @@ def files(tmp_path):
         layers=tuple(keys),
         reads=(("x",), *((key,) for key in keys[:-1])),
         writes=tuple((key,) for key in keys),
-        shared=(),
         differentiable=tuple(keys),
         feeds={"x": ("z",), "target": ("z",)},
         forward_s=((0.01, 0.08),) * layers,

@@ -38,6 +38,7 @@ _MODULES = (
     "diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion",
     "transformers.models.bert.modeling_bert",
     "sklearn.datasets",
+    "torch._dynamo",
 )
 """What ranks import, once for all where they are forked."""
 _DEVICES, _RATIO, _ROWS = 4, 0.85, 64
@@ -214,7 +215,6 @@ def describe_sleepers() -> JobProfile:
         layers=tuple(f"layer {layer}" for layer in range(_DEVICES)),
         reads=tuple((key,) for key in ("sample", *keys[:-1])),
         writes=tuple((key,) for key in keys),
-        shared=(),
         differentiable=tuple(keys),
         feeds={"sample": ("z",), "target": ("z",)},
         forward_s=((_PASS_S / 3 / rows, _PASS_S / 3),) * _DEVICES,

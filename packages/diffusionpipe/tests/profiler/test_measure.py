@@ -200,9 +200,10 @@ def test_profiles_survive_json(clock, tmp_path):
     profile.save(path)
     assert dp.JobProfile.load(path) == profile
     raw = json.loads(profile.to_json())
-    for change in ({"version": 2}, {"extra": 1}):
+    (chain,) = raw["chains"]
+    for change in ({"version": 2}, {"extra": 1}, {"chains": [{**chain, "extra": 1}]}):
         path.write_text(json.dumps({**raw, **change}))
-        with pytest.raises(DataError, match="p: expected a profile of version 1 with the fields"):
+        with pytest.raises(DataError, match="p: expected a profile of version 1 as"):
             dp.JobProfile.load(path)
     path.write_text("{")
     with pytest.raises(DataError, match="expected a profile"):

@@ -18,7 +18,6 @@ def make_profile(forward_s=0.001):
         layers=tuple(layer.name for layer in layers),
         reads=tuple(layer.reads for layer in layers),
         writes=tuple(layer.writes for layer in layers),
-        shared=("emb",),
         differentiable=tuple(keys),
         feeds=FEEDS,
         forward_s=((forward_s,),) * NUM_LAYERS,

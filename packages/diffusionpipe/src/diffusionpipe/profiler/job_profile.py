@@ -26,7 +26,6 @@ class ChainProfile:
         layers: names.
         reads: by layer, keys.
         writes: by layer, keys.
-        shared: keys that many layers read.
         differentiable: keys of values that gradients go through.
         feeds: by input key and "target", the frozen outputs that it depends on.
         forward_s: by layer and size.
@@ -44,7 +43,6 @@ class ChainProfile:
     layers: tuple[str, ...]
     reads: tuple[tuple[str, ...], ...]
     writes: tuple[tuple[str, ...], ...]
-    shared: tuple[str, ...]
     differentiable: tuple[str, ...]
     feeds: dict[str, tuple[str, ...]]
     forward_s: tuple[tuple[float, ...], ...]
@@ -132,12 +130,15 @@ class JobProfile:
         """
         tree = read_json(path, "a profile")
         version = tree.pop("version", None) if isinstance(tree, dict) else None
-        names = {field.name for field in fields(cls)}
-        if version != _VERSION or set(tree) != names:
+        names, inner = ({field.name for field in fields(kind)} for kind in (cls, ChainProfile))
+        if (
+            version != _VERSION
+            or set(tree) != names
+            or any(set(chain) != inner for chain in tree["chains"])
+        ):
             raise DataError(
-                f"{path}: expected a profile of version {_VERSION} with the fields "
-                f"{', '.join(sorted(names))}, got version {version}; do write it again by "
-                "`diffusionpipe profile`"
+                f"{path}: expected a profile of version {_VERSION} as this release writes it, got version "
+                f"{version} or other fields; do write it again by `diffusionpipe profile`"
             )
         chains = tuple(ChainProfile(**_freeze(chain)) for chain in tree.pop("chains"))
         return cls(chains=chains, **_freeze(tree))

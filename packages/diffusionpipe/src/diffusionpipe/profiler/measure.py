@@ -230,7 +230,6 @@ def _describe_chain(chain: Chain, prepared: Prepared, num_rows: int, **tables: A
         layers=tuple(layer.name for layer in chain.layers),
         reads=tuple(layer.reads for layer in chain.layers),
         writes=tuple(layer.writes for layer in chain.layers),
-        shared=tuple(sorted(chain.shared)),
         differentiable=tuple(key for key, tensor in values.items() if tensor.requires_grad),
         parameter_bytes=tuple(sum(p.nbytes for p in own) for own in layers),
         gradient_bytes=tuple(sum(p.nbytes for p in own if p.requires_grad) for own in layers),
