@@ -1,10 +1,20 @@
 """Ranks that the tests of this folder share: to start them takes longer than most tests."""
 
 import pytest
+import torch
 
 from shared.comms import RankPool
 
-MODULES = ("diffusionpipe.runtime.engine", "diffusionpipe.runtime.virtual")
+# Optimizers import torch._dynamo when they are made: here once for all ranks.
+MODULES = (
+    "diffusionpipe.runtime.engine",
+    "diffusionpipe.runtime.virtual",
+    "diffusionpipe.planner.schedule",
+    "torch._dynamo",
+)
+
+# Of products as small as these, threads only wait for each other.
+torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="package")
