@@ -243,6 +243,6 @@ def test_changed_buffers_are_refused(job, tmp_path):
     own = replace_frozen(job, n=Counted(lambda b: norm(b["ids"].float())))
     dp.cache(own, make_batch(0), tmp_path)
     dp.cache(own, make_batch(1), tmp_path)
-    norm.running_var *= 2
+    norm.get_buffer("running_var").mul_(2)
     with pytest.raises(ConfigError, match=r"got another one's \(n\)"):
         dp.cache(own, make_batch(1), tmp_path)
