@@ -117,6 +117,8 @@ def test_partitions_within_memory_equal_brute_force(seed):
             best = min(best, (micro_batches + 2 * num_stages - 2) * period + exposed)
     result = solve_stages(tables, num_stages, devices, micro_batches)
     assert (result.objective_s if result else np.inf) == pytest.approx(best)
+    if result:
+        assert find_peak(result.stages, result.replicas) <= limit
 
 
 def draw_chain(chain, source):

@@ -8,6 +8,7 @@ import pytest
 from diffusionpipe import plan
 from diffusionpipe.planner.costs import PlanInputs
 from diffusionpipe.planner.replay import PlanReplay
+from diffusionpipe.planner.search.assembly import assemble
 from diffusionpipe.runtime.instructions import compile_programs
 from diffusionpipe.runtime.virtual import read_values
 from shared.topology import Cluster, Link
@@ -113,7 +114,9 @@ def test_ranks_agree_when_frozen_outputs_are_sent(make_profile):
         None, profile, make_cluster(2), batch_size=8, num_stages=2, num_micro_batches=4,
         placement="chain",
     )  # fmt: skip
-    timeline = PlanReplay(chosen, PlanInputs(profile, make_cluster(2))).run()
+    inputs = PlanInputs(profile, make_cluster(2))
+    # Encoded in idle time, which delays the step here.
+    timeline = PlanReplay(assemble(chosen, inputs), inputs).run()
     sent = [
         timeline.span_s(operation.name)[1]
         for operation in timeline.graph.operations
