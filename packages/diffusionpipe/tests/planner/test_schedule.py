@@ -84,3 +84,17 @@ def test_the_interpreter_finds_a_deadlock(execute):
     broken = ((Action("forward", 0, 0), Action("backward", 0, 0)), (Action("backward", 1, 0),))
     with pytest.raises(AssertionError, match="all devices wait"):
         execute(broken, [2])
+
+
+def test_folded_lists_by_hand():
+    # Spans 0 and 2 on device 0; a second a pass. At 3 device 0 may go on with either micro-batch, at 5
+    # too: it takes the pass that is farther along.
+    order, least = list_orders_by_events([0, 1, 0], [1.0] * 3, [1.0] * 3, 2)
+    names = [
+        " ".join(f"{each.kind[0].upper()}{each.stage}.{each.micro_batch}" for each in own)
+        for own in order
+    ]
+    assert names == ["F0.0 F0.1 F2.0 B2.0 F2.1 B0.0 B2.1 B0.1", "F1.0 F1.1 B1.0 B1.1"]
+    assert count_in_flight(order) == {0: 2, 1: 2, 2: 1}
+    # The last of all orders has one in flight.
+    assert set(count_in_flight(least).values()) == {1}
