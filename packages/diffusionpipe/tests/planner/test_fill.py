@@ -118,7 +118,7 @@ def test_what_is_said_to_fit_fits(available_s, num_samples):
 times = st.floats(0, 2).map(lambda value: round(value, 2))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.integers(1, 4), st.integers(0, 20), st.data())
 def test_every_sample_is_encoded_once_and_nothing_gets_late(devices, num_samples, data):
     slots = []
@@ -157,7 +157,7 @@ def test_every_sample_is_encoded_once_and_nothing_gets_late(devices, num_samples
         assert sum(each.inserted_s) == pytest.approx(work)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.lists(st.floats(0, 10), min_size=1, max_size=4), st.integers(0, 7))
 def test_tails_end_as_early_as_possible(finish_s, num_samples):
     cost = FrozenCost("vae", [0.0, 1.0, 1.5, 4.0])

@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diffusionpipe.planner.costs import ChainCosts
-from diffusionpipe.planner.traffic import find_feeds, find_routes
+from diffusionpipe.planner.plan import Action, Plan
+from diffusionpipe.planner.traffic import find_feeds, find_routes, list_messages
 
 
 def test_skips_go_directly_to_their_reader(make_profile):
@@ -76,3 +77,28 @@ def test_values_without_gradient_travel_one_way(make_profile):
     assert ChainCosts(make_profile(4, hidden_bytes=100), 0).traffic_table[1, 2] == pytest.approx(
         100 + 10 + 100
     )
+
+
+def test_messages_carry_the_rows_that_two_ranks_share(make_profile):
+    # Two copies; in each one rank holds the first layer and two the second.
+    chain = make_profile(2).chains[0]
+    plan = Plan(
+        placement="chain", num_stages=2, num_micro_batches=2, num_groups=2, batch_size=16,
+        spans=((0, 1), (1, 2)), devices=((0, 2), (1, 3, 4, 5)), order=((Action("step"),),) * 6,
+    )  # fmt: skip
+    rows = {}
+    for message in list_messages(plan, [chain], {}, plan.order):
+        assert message.sent_by.micro_batch == message.used_by.micro_batch
+        place = message.sent_by.kind, message.sent_by.micro_batch
+        rows[(*place, message.sender, message.receiver)] = message.ranges
+        for action, rank in (
+            (message.sent_by, message.sender), (message.used_by, message.receiver)
+        ):  # fmt: skip
+            own = plan.samples(action.stage, action.micro_batch, rank)
+            assert all(own.start <= first < stop <= own.stop for first, stop in message.ranges)
+    assert rows["forward", 0, 0, 1] == ((0, 2),)
+    assert rows["forward", 1, 0, 3] == ((6, 8),)
+    assert rows["backward", 1, 4, 2] == ((12, 14),)
+    assert rows["forward", 1, 2, 5] == ((14, 16),)
+    # Two directions, two micro-batches, four pairs.
+    assert len(rows) == 2 * 2 * 4
