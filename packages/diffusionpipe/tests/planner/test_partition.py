@@ -48,7 +48,7 @@ def chains(draw, most_layers=6, fewest=1):
     return [draw(st.lists(numbers, min_size=layers, max_size=layers)) for _ in range(4)]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(chains(), st.data())
 def test_partition_equals_brute_force(chain, data):
     forward, backward, cuts, gradients = chain
