@@ -172,7 +172,8 @@ def test_what_a_cache_hides_is_still_checked(job, tmp_path):
     cached.compute_loss(batch, seed=0, step=0)
     count(cached)
     cached.check(batch)
-    assert min(count(cached)) >= ROWS
+    # For parameters, and by rows: all, again, apart.
+    assert min(count(cached)) >= 4 * ROWS
     # By these an engine knows which rank needs which frozen weights.
     draw = dp.Draw(0, 0, range(ROWS))
     seen, expected = (find_parameters(each.frozen, batch, draw) for each in (cached, job))
