@@ -3,12 +3,13 @@
 Computation sleeps for the profile's seconds and messages are real, so that two cores run eight ranks and
 what is measured is the plan, the engine and its messages. Stages are equal: F 20 ms, B 40 ms a
 micro-batch, as many micro-batches as stages or, up to four stages, twice that. With links, every rank is a host on a link of
-100 Mbit/s and a message takes about 8 ms. The limit of a step is the larger of its passes alone (as the
+100 Mbit/s and a message takes about 8 ms; latencies are measured before. The limit of a step is the larger of its passes alone (as the
 closed form or the simulator has them) and all compute spread evenly. Beside it: frozen part first,
 the published form of filling, and jobs added at run time whenever a rank would wait.
 """
 
 import sys
+import time
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
@@ -17,6 +18,7 @@ from statistics import median
 from typing import NamedTuple
 
 import pytest
+import torch
 
 import diffusionpipe as dp
 from diffusionpipe.demo import put_first
@@ -24,7 +26,7 @@ from diffusionpipe.planner.plan import Plan
 from diffusionpipe.profiler.job_profile import JobProfile
 from diffusionpipe.runtime.virtual import run_virtual
 from shared.claims import Claim
-from shared.comms import NetLab, RankPool, netlab
+from shared.comms import Group, NetLab, RankPool, Round, barrier, netlab, post_rounds
 from shared.topology import Cluster, Link
 from shared.topology.device import CPU
 
@@ -40,19 +42,38 @@ RATIOS, MICRO_BATCHES = (0.1, 0.4, 0.85), {2: (1, 2), 4: (1, 2), 8: (1,)}
 STEPS, TURNS = 6, 3
 """Steps of each run, of which the first is left out; turns, of which the first has all ways, the others filled and first."""
 HIDDEN_BYTES = {"none": 250, "100mbit": 3_125}
-LATENCY_S = {"none": 2e-4, "100mbit": 5e-4}
+PINGS = 40
+"""Small messages by which the latency of links is measured."""
 LIMIT_AIM, ERROR_AIM = 0.96, 3.0
 """Share of the limit; error of a prediction in percent."""
 COMMAND = "hatch run bench diffusionpipe/virtual"
 
 
-def make_cluster(num_ranks, rate, bytes_per_s):
+def measure_latency():
+    """Seconds of a small message between the first two ranks, as the engine sends them."""
+    pair, seconds = Group.of([0, 1]), []
+    if pair.rank < 0:
+        return None
+    one = torch.zeros(1)
+    for number in range(PINGS):
+        barrier(pair)
+        began = time.perf_counter()
+        for is_mine in (number % 2 == pair.rank, number % 2 != pair.rank):
+            end = {"send_to": 1 - pair.rank, "send": one, "recv_from": 1 - pair.rank, "recv": None}
+            if not is_mine:
+                end |= {"send": None, "recv": torch.zeros(1)}
+            post_rounds(pair, [Round(**end)], "ping").wait_all()
+        seconds.append((time.perf_counter() - began) / 2)
+    return median(seconds[PINGS // 4 :])
+
+
+def make_cluster(num_ranks, rate, bytes_per_s, latency_s):
     if rate == "none":
         return Cluster.uniform(
-            1, num_ranks, CPU, local=Link(alpha_s=LATENCY_S[rate], beta_s_per_byte=1e-9)
+            1, num_ranks, CPU, local=Link(alpha_s=latency_s, beta_s_per_byte=1e-9)
         )
     # Frames' headers take 66 of 1,514 bytes.
-    link = Link.from_rate(bytes_per_s * 1448 / 1514, alpha_s=LATENCY_S[rate])
+    link = Link.from_rate(bytes_per_s * 1448 / 1514, alpha_s=latency_s)
     return Cluster.uniform(num_ranks, 1, CPU, network=link)
 
 
@@ -95,9 +116,9 @@ class Case(NamedTuple):
     bare: tuple[Plan, JobProfile] | None = None
 
 
-def plan_chains(rate, stages, bytes_per_s):
+def plan_chains(rate, stages, *link):
     """Cases of a chain of equal stages."""
-    cluster, cases = make_cluster(stages, rate, bytes_per_s), []
+    cluster, cases = make_cluster(stages, rate, *link), []
     for factor in MICRO_BATCHES[stages]:
         count = factor * stages
         batch = count * ROWS
@@ -125,9 +146,9 @@ def plan_chains(rate, stages, bytes_per_s):
     return cases
 
 
-def plan_variants(rate, stages, bytes_per_s):
+def plan_variants(rate, stages, *link):
     """Cases of self-conditioned steps, and of two backbones in opposite directions."""
-    cluster, cases, count = make_cluster(stages, rate, bytes_per_s), [], 2 * stages
+    cluster, cases, count = make_cluster(stages, rate, *link), [], 2 * stages
     for ratio in (0.1, 0.4, 0.85):
         for kind in ("self-conditioned", "two backbones"):
             is_twice = kind == "self-conditioned"
@@ -233,7 +254,8 @@ def run_on(rate, num_ranks, benchmark, make_cases):
             lab = stack.enter_context(NetLab(hosts=num_ranks, rate=rate))
             pool = stack.enter_context(lab.pool(timeout=limit))
             bytes_per_s = lab.bytes_per_s
-        cases = make_cases(rate, num_ranks, bytes_per_s)
+        latency_s = pool.run(measure_latency).results[0]
+        cases = make_cases(rate, num_ranks, bytes_per_s, latency_s)
         found = benchmark.pedantic(lambda: pool.run(run_cases, cases).results[0], rounds=1)
     return list(zip(cases, found, strict=True))
 
