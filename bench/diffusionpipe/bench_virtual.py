@@ -59,10 +59,10 @@ def measure_latency():
         barrier(pair)
         began = time.perf_counter()
         for is_mine in (number % 2 == pair.rank, number % 2 != pair.rank):
-            end = {"send_to": 1 - pair.rank, "send": one, "recv_from": 1 - pair.rank, "recv": None}
-            if not is_mine:
-                end |= {"send": None, "recv": torch.zeros(1)}
-            post_rounds(pair, [Round(**end)], "ping").wait_all()
+            sent, received = (one, None) if is_mine else (None, torch.zeros(1))
+            peer = 1 - pair.rank
+            item = Round(send_to=peer, send=sent, recv_from=peer, recv=received)
+            post_rounds(pair, [item], "ping").wait_all()
         seconds.append((time.perf_counter() - began) / 2)
     return median(seconds[PINGS // 4 :])
 
