@@ -28,6 +28,7 @@ class ProfileJob(JsonOption):
 
     Examples:
         torchrun --nproc-per-node 2 -m diffusionpipe profile --build packages/diffusionpipe/examples/train_two_ranks.py:build
+        torchrun --nproc-per-node 2 -m diffusionpipe profile --build packages/diffusionpipe/examples/train_two_ranks.py:build --out report/diffusionpipe/two_ranks.json
     """
 
     build: str
@@ -86,6 +87,7 @@ class MakePlan(_Search):
 
     Examples:
         diffusionpipe plan --cluster packages/diffusionpipe/examples/two_hosts.yaml --batch-size 16
+        diffusionpipe plan --cluster packages/diffusionpipe/examples/two_hosts.yaml --batch-size 16 --placement folded --out report/diffusionpipe/folded.json
     """
 
     num_stages: int | None = None
@@ -124,6 +126,7 @@ class ComparePlacements(_Search):
 
     Examples:
         diffusionpipe compare --cluster packages/diffusionpipe/examples/two_hosts.yaml --batch-size 16
+        diffusionpipe compare --cluster packages/diffusionpipe/examples/two_hosts.yaml --batch-size 16 --json
     """
 
     def execute(self) -> None:
@@ -164,6 +167,7 @@ class Simulate(JsonOption):
 
     Examples:
         diffusionpipe simulate --forward 1 1 --backward 2 2 --num-micro-batches 2 --frozen 6 --job 1
+        diffusionpipe simulate --forward 1 1 --backward 2 2 --num-micro-batches 2 --frozen 6 --job 1 --fill first
     """
 
     forward: tuple[float, ...]
@@ -204,6 +208,7 @@ class Train(JsonOption):
 
     Examples:
         torchrun --nproc-per-node 2 -m diffusionpipe train --build packages/diffusionpipe/examples/train_two_ranks.py:build --num-steps 3
+        torchrun --nproc-per-node 2 -m diffusionpipe train --build packages/diffusionpipe/examples/train_two_ranks.py:build --num-steps 3 --learning-rate 3e-4
     """
 
     build: str
@@ -251,6 +256,7 @@ class TracePlan(JsonOption):
 
     Examples:
         diffusionpipe trace --cluster packages/diffusionpipe/examples/two_hosts.yaml
+        diffusionpipe trace --cluster packages/diffusionpipe/examples/two_hosts.yaml --out report/diffusionpipe/two_hosts.json
     """
 
     cluster: Path
