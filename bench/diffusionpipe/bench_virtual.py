@@ -3,7 +3,7 @@
 Computation sleeps for the profile's seconds and messages are real, so that two cores run eight ranks and
 what is measured is the plan, the engine and its messages. Stages are equal: F 20 ms, B 40 ms a
 micro-batch, as many micro-batches as stages or, up to four stages, twice that. With links, every rank is a host on a link of
-100 Mbit/s and a message takes about 8 ms; latencies are measured before. The limit of a step is the larger of its passes alone (as the
+100 Mbit/s and a message takes about 8 ms, which is measured before. The limit of a step is the larger of its passes alone (as the
 closed form or the simulator has them) and all compute spread evenly. Beside it: frozen part first,
 the published form of filling, and jobs added at run time whenever a rank would wait.
 """
@@ -43,23 +43,23 @@ STEPS, TURNS = 6, 3
 """Steps of each run, of which the first is left out; turns, of which the first has all ways, the others filled and first."""
 HIDDEN_BYTES = {"none": 250, "100mbit": 3_125}
 PINGS = 40
-"""Small messages by which the latency of links is measured."""
+"""Messages by which links are measured."""
 LIMIT_AIM, ERROR_AIM = 0.96, 3.0
 """Share of the limit; error of a prediction in percent."""
 COMMAND = "hatch run bench diffusionpipe/virtual"
 
 
-def measure_latency():
-    """Seconds of a small message between the first two ranks, as the engine sends them."""
+def measure_message(num_bytes):
+    """Seconds of a message of a micro-batch between the first two ranks, as the engine sends them."""
     pair, seconds = Group.of([0, 1]), []
     if pair.rank < 0:
         return None
-    one = torch.zeros(1)
+    one = torch.zeros(num_bytes, dtype=torch.uint8)
     for number in range(PINGS):
         barrier(pair)
         began = time.perf_counter()
         for is_mine in (number % 2 == pair.rank, number % 2 != pair.rank):
-            sent, received = (one, None) if is_mine else (None, torch.zeros(1))
+            sent, received = (one, None) if is_mine else (None, torch.empty_like(one))
             peer = 1 - pair.rank
             item = Round(send_to=peer, send=sent, recv_from=peer, recv=received)
             post_rounds(pair, [item], "ping").wait_all()
@@ -67,13 +67,14 @@ def measure_latency():
     return median(seconds[PINGS // 4 :])
 
 
-def make_cluster(num_ranks, rate, bytes_per_s, latency_s):
+def make_cluster(num_ranks, rate, bytes_per_s, message_s):
+    """Links whose message of a micro-batch takes as long as was measured."""
     if rate == "none":
-        return Cluster.uniform(
-            1, num_ranks, CPU, local=Link(alpha_s=latency_s, beta_s_per_byte=1e-9)
-        )
-    # Frames' headers take 66 of 1,514 bytes.
-    link = Link.from_rate(bytes_per_s * 1448 / 1514, alpha_s=latency_s)
+        link = Link(alpha_s=message_s, beta_s_per_byte=1e-9)
+        return Cluster.uniform(1, num_ranks, CPU, local=link)
+    # Frames' headers take 66 of 1,514 bytes; a burst may pass at once, so that less is left than that.
+    beta = min(1514 / 1448 / bytes_per_s, message_s / (ROWS * HIDDEN_BYTES[rate]))
+    link = Link(alpha_s=message_s - beta * ROWS * HIDDEN_BYTES[rate], beta_s_per_byte=beta)
     return Cluster.uniform(num_ranks, 1, CPU, network=link)
 
 
@@ -254,8 +255,8 @@ def run_on(rate, num_ranks, benchmark, make_cases):
             lab = stack.enter_context(NetLab(hosts=num_ranks, rate=rate))
             pool = stack.enter_context(lab.pool(timeout=limit))
             bytes_per_s = lab.bytes_per_s
-        latency_s = pool.run(measure_latency).results[0]
-        cases = make_cases(rate, num_ranks, bytes_per_s, latency_s)
+        message_s = pool.run(measure_message, ROWS * HIDDEN_BYTES[rate]).results[0]
+        cases = make_cases(rate, num_ranks, bytes_per_s, message_s)
         found = benchmark.pedantic(lambda: pool.run(run_cases, cases).results[0], rounds=1)
     return list(zip(cases, found, strict=True))
 
