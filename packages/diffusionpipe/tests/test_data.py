@@ -33,8 +33,12 @@ def test_batches_are_shuffled_epochs_without_repetition():
     assert [batch["names"] for batch in batches] == [batch["names"] for batch in again]
 
 
-def test_a_pipeline_of_real_texts_trains_on_digits():
-    pipe = data.build_pipeline(channels=(8, 16), vae_channels=(8, 8, 8))
+@pytest.fixture(scope="module")
+def pipe():
+    return data.build_pipeline(channels=(8, 16), vae_channels=(8, 8, 8))
+
+
+def test_a_pipeline_of_real_texts_trains_on_digits(pipe):
     job = dp.Job.from_pipeline(pipe)
     batch = next(data.iterate_batches(data.load_digits(), 4))
     del batch["labels"]
@@ -45,8 +49,8 @@ def test_a_pipeline_of_real_texts_trains_on_digits():
     assert texts.std() > 0.01
 
 
-def test_captions_with_one_meaning_are_alike():
-    encoder, tokenizer = data.load_minilm()
+def test_captions_with_one_meaning_are_alike(pipe):
+    encoder, tokenizer = pipe.text_encoder, pipe.tokenizer
     texts = ["a man is eating bread", "somebody eats a loaf", "the stock market fell"]
     with torch.no_grad():
         vectors = [encoder(**tokenizer(text, return_tensors="pt"))[0].mean(1) for text in texts]

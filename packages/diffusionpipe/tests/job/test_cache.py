@@ -25,7 +25,7 @@ class Counted:
         return self.function(batch)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def job():
     torch.manual_seed(0)
     unet = build_unet((4, 8), text_dim=8, sample_size=8, groups=4, layers_per_block=1)

@@ -1,5 +1,6 @@
 import copy
 import json
+from functools import cache
 
 import pytest
 import torch
@@ -35,6 +36,12 @@ class _Encoders:
         }
 
 
+@cache
+def _encoders(dtype=torch.float32):
+    """Encoders that no test changes."""
+    return _Encoders(dtype)
+
+
 def _scheduler():
     from diffusers import DDPMScheduler
 
@@ -47,7 +54,7 @@ def _job(unet, encoders, **options):
 
 
 def test_three_steps_are_those_of_plain_diffusers_code_in_float64():
-    encoders, unet = _Encoders(torch.float64), text_unet().double()
+    encoders, unet = _encoders(torch.float64), text_unet().double()
     plain, scheduler = copy.deepcopy(unet), _scheduler()
     job = _job(unet, encoders)
     ours = torch.optim.SGD(unet.parameters(), 0.1)
@@ -81,7 +88,7 @@ def test_three_steps_are_those_of_plain_diffusers_code_in_float64():
 @pytest.mark.parametrize("pieces", [(4,), (2, 2), (1, 1, 2)])
 def test_micro_batches_add_up_to_the_whole_batch(pieces):
     """What the engine does: encoded, prepared and compared piece by piece, in any pieces."""
-    encoders, unet = _Encoders(torch.float64), text_unet().double()
+    encoders, unet = _encoders(torch.float64), text_unet().double()
     job, batch = _job(unet, encoders), _batch(dtype=torch.float64)
     whole = job.compute_loss(batch, seed=1, step=2)
     total, first = 0.0, 0
@@ -97,7 +104,7 @@ def test_micro_batches_add_up_to_the_whole_batch(pieces):
 
 
 def test_checks_pass_and_name_what_is_needed():
-    job, batch = _job(text_unet(), _Encoders()), _batch()
+    job, batch = _job(text_unet(), _encoders()), _batch()
     job.check(batch)
     assert job.components == {"z": ("z",), "h": ("h",)}
     assert job.feeds(job.take(batch, range(2))) == (
@@ -114,7 +121,7 @@ def test_checks_pass_and_name_what_is_needed():
 
 
 def test_a_target_of_velocity_needs_latents():
-    encoders = _Encoders()
+    encoders = _encoders()
     inputs, loss = dp.losses.velocity(_scheduler(), latents="z", text="h")
     job = dp.Job(dp.chain(text_unet()), encoders.frozen(), inputs, loss)
     (feeds,) = job.feeds(_batch(2))
@@ -142,7 +149,7 @@ def test_outputs_that_only_a_change_of_form_shows_are_traced():
 
 
 def test_self_conditioning_runs_twice_in_its_share_of_steps():
-    encoders, unet = _Encoders(torch.float64), text_unet(in_channels=8).double()
+    encoders, unet = _encoders(torch.float64), text_unet(in_channels=8).double()
     job, batch = _job(unet, encoders, self_conditioning=0.5), _batch(dtype=torch.float64)
     scheduler = _scheduler()
     kinds = set()
@@ -170,7 +177,7 @@ def test_self_conditioning_runs_twice_in_its_share_of_steps():
 
 def test_two_backbones_train_in_one_step():
     small, large = image_unet(), text_unet()
-    encoders = _Encoders()
+    encoders = _encoders()
     (low, loss), (high, _) = (
         dp.losses.epsilon(_scheduler(), latents="small"),
         dp.losses.epsilon(_scheduler(), latents="z", text="h"),
@@ -199,7 +206,7 @@ def test_two_backbones_train_in_one_step():
 
 
 def test_two_backbones_with_common_weights_are_refused():
-    unet, encoders = text_unet(), _Encoders()
+    unet, encoders = text_unet(), _encoders()
     inputs, loss = dp.losses.epsilon(_scheduler(), latents="z", text="h")
     job = dp.Job((dp.chain(unet), dp.chain(unet)), encoders.frozen(), inputs, loss)
     with pytest.raises(ConfigError, match="expected two backbones without common weights"):
@@ -207,7 +214,7 @@ def test_two_backbones_with_common_weights_are_refused():
 
 
 def test_a_locked_unet_is_a_frozen_function_of_draws():
-    model, encoders = controlled(), _Encoders()
+    model, encoders = controlled(), _encoders()
     inputs, loss = dp.losses.epsilon(
         _scheduler(), latents="z", text="h", controlnet_cond="edges", locked="locked"
     )
@@ -245,7 +252,7 @@ def test_wrong_parts_are_refused(change, match):
 
 
 def test_functions_that_return_something_else_are_refused():
-    encoders, batch = _Encoders(), _batch()
+    encoders, batch = _encoders(), _batch()
     good, mean = dp.losses.epsilon(_scheduler(), latents="z", text="h")
     chain = dp.chain(text_unet())
 
@@ -270,7 +277,7 @@ def test_functions_that_return_something_else_are_refused():
 
 
 def test_frozen_weights_of_the_backbone_and_frozen_backbones_are_refused():
-    unet, encoders = text_unet(), _Encoders()
+    unet, encoders = text_unet(), _encoders()
     inputs, loss = dp.losses.epsilon(_scheduler(), latents="z", text="h")
     frozen = {
         **encoders.frozen(),
@@ -287,7 +294,7 @@ def test_frozen_weights_of_the_backbone_and_frozen_backbones_are_refused():
 
 
 def test_descriptions_tell_jobs_apart():
-    encoders = _Encoders()
+    encoders = _encoders()
     first = json.loads(_job(text_unet(), encoders).describe())
     assert first == json.loads(_job(text_unet(), encoders).describe())
     assert first != json.loads(_job(text_unet(channels=(8, 8)), encoders).describe())
@@ -301,7 +308,7 @@ def test_descriptions_tell_jobs_apart():
 def test_a_plain_jobs_export_is_its_backbones_folder(tmp_path):
     from diffusers import ControlNetModel, UNet2DConditionModel
 
-    unet, encoders = text_unet(), _Encoders()
+    unet, encoders = text_unet(), _encoders()
     _job(unet, encoders).export(tmp_path / "unet")
     loaded = UNet2DConditionModel.from_pretrained(tmp_path / "unet")
     assert all(
@@ -320,7 +327,7 @@ def test_a_plain_jobs_export_is_its_backbones_folder(tmp_path):
 
 
 def test_losses_that_depend_on_other_samples_are_refused():
-    encoders, batch = _Encoders(), _batch()
+    encoders, batch = _encoders(), _batch()
     good, mean = dp.losses.epsilon(_scheduler(), latents="z", text="h")
     chain = dp.chain(text_unet())
     good = good.bind(chain, has_estimate=False)
@@ -361,7 +368,7 @@ def test_outputs_that_draws_seldom_let_through_are_traced():
 
 
 def test_exports_go_to_folders_only(tmp_path):
-    job = _job(text_unet(), _Encoders())
+    job = _job(text_unet(), _encoders())
     for folder in ("s3://bucket/out", tmp_path / "s3://bucket"):
         with pytest.raises(ConfigError, match="export: expected a folder, got the address"):
             job.export(folder)

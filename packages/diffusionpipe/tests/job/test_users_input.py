@@ -21,7 +21,7 @@ def job(pipe):
     return dp.Job.from_pipeline(pipe)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def expected(job):
     return compute(job, small_pipelines.batch())
 

@@ -60,7 +60,8 @@ def test_a_stage_whose_micro_batches_in_flight_do_not_fit_is_not_used():
     ]
 
 
-@settings(max_examples=100, deadline=None)
+@pytest.mark.unchecked
+@settings(max_examples=100)
 @given(st.integers(0, 2**32 - 1))
 def test_partitions_within_memory_equal_brute_force(seed):
     source = random.Random(seed)
@@ -148,7 +149,8 @@ def find_least_peaks(profile, spans_by_device, rows, micro_batches):
     return peaks
 
 
-@settings(max_examples=50, deadline=None)
+@pytest.mark.unchecked
+@settings(max_examples=50)
 @given(st.integers(0, 2**32 - 1), st.sampled_from(["folded", "opposite"]))
 def test_two_spans_a_device_are_chosen_if_and_only_if_some_fit(make_profile, seed, placement):
     source = random.Random(seed)

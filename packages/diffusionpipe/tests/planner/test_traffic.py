@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from diffusionpipe.planner.costs import ChainCosts
@@ -47,7 +47,6 @@ def test_feeds_are_those_of_inputs_and_of_the_target():
     assert find_feeds(reads, writes, spans, feeds) == (("z",), ("h",), ("teacher", "z"))
 
 
-@settings(max_examples=40, deadline=None)
 @given(st.integers(2, 9), st.booleans(), st.data())
 def test_traffic_table_counts_each_value_once(make_profile, layers, skips, data):
     profile = make_profile(layers, skips=skips)

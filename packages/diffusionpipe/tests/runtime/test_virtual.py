@@ -51,7 +51,14 @@ def sleep(name, num_steps):
     return run_virtual(PLANS[name](), make_profile(), num_steps)
 
 
-@pytest.mark.parametrize("name", ["chain of 4", "folded 4", "chain of 2, replicated", "data 4"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "folded 4",
+        "chain of 2, replicated",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("chain of 4", "data 4")),
+    ],
+)
 def test_virtual_devices_send_what_the_plan_says(ranks, name):
     for report in ranks.run(sleep, name, 3).results:
         assert [len(steps) for steps in report.steps] == [3] * 4

@@ -86,6 +86,7 @@ def train_wide(folder):
     return seen
 
 
+@pytest.mark.slow
 def test_a_rank_has_no_memory_for_others_weights(pair, tmp_path):
     first, second = pair.run(train_wide, str(tmp_path / "out")).results
     for seen in (first, second):
