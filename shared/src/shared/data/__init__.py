@@ -4,5 +4,5 @@
 its parts, `node_ids` the user's own ids, `time_units` seconds and others), `streams` and `flights`
 need no file; `cli` has the options of commands that read events, and `prediction` those that score
 new rows. `negatives` holds what draws of negatives have in common, and `metrics` how well links are
-told from others. Nothing is downloaded.
+told from others. `texts` is what language models read. Nothing is downloaded.
 """

@@ -24,6 +24,7 @@ from adaqp.messages.network import LinkTable
 from adaqp.partitioning.part import Operator, RowRoute
 from adaqp.planner.widths import AS_IS, DROPPED, WIDTHS
 from adaqp.policy import Adaptive, Policy
+from shared.comms.collectives import post_rounds
 from shared.errors import ConfigError
 from shared.kernels.segment import spmm
 
@@ -329,9 +330,12 @@ class Messages:
                 self._late[name] = Flight.landed(mine["late"], route, self.clock)
 
     def settle(self) -> None:
-        """Waits for late messages, so that none is in transit afterwards."""
+        """Waits for late messages and this rank's own sends, so that none is in transit afterwards."""
         for flight in self._late.values():
             flight.collect()
+        # Rounds end in the order posted, so all earlier ones have ended when these have.
+        if self.share.group is not None:
+            post_rounds(self.share.group, ()).wait_all()
 
     def report(self) -> dict[str, dict[int, float]]:
         """Share of this rank's rows at each width, by side: {"forward1": {2: 0.8, 8: 0.2}}."""
