@@ -61,7 +61,7 @@ def run(num_micro_batches, has_small_frozen_part, num_turns):
     alone = Ratio(job, BATCH // num_micro_batches).ways
     ways = {
         "filled": Engine(job, plan),
-        "unfilled": Engine(job, put_first(plan)),
+        "unfilled": Engine(job, put_first(plan, profile, cluster)),
         "torch": Pipeline(job, plan.spans, BATCH, num_micro_batches),
         **alone,
     }

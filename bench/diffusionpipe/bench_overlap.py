@@ -56,7 +56,7 @@ def run(batch_size, num_turns):
         job, profile, cluster, batch_size=batch_size, num_stages=1, num_micro_batches=1,
         placement="data",
     )  # fmt: skip
-    ways = {"filled": Engine(job, plan), "unfilled": Engine(job, put_first(plan))}
+    ways = {"filled": Engine(job, plan), "unfilled": Engine(job, put_first(plan, profile, cluster))}
     turns = take_turns(ways, num_turns)
     report = ways["unfilled"].engine.report()
     untrained = measure_untrained(job, batch_size, num_turns)

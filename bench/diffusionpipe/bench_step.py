@@ -171,7 +171,7 @@ def run_against_others(num_turns):
     spans = dp.plan(job, profile, cluster, batch_size=size, num_stages=2, placement="chain").spans
     ways: dict[str, Any] = {
         "ours": Engine(job, plan),
-        "ours, unfilled": Engine(job, put_first(plan)),
+        "ours, unfilled": Engine(job, put_first(plan, profile, cluster)),
         "FSDP2, frozen part first": DataParallel(job, size, shard),
         "FSDP2, frozen part ahead": DataParallel(job, size, shard, is_prefetched=True),
     }

@@ -21,8 +21,9 @@ import pytest
 import torch
 
 import diffusionpipe as dp
-from diffusionpipe.demo import put_first
+from diffusionpipe.planner.costs import PlanInputs
 from diffusionpipe.planner.plan import Plan
+from diffusionpipe.planner.search.assembly import assemble
 from diffusionpipe.profiler.job_profile import JobProfile
 from diffusionpipe.runtime.virtual import run_virtual
 from shared.claims import Claim
@@ -104,6 +105,7 @@ class Case(NamedTuple):
         name: what it is.
         profile: seconds and bytes.
         plan: filled.
+        first: the same plan, frozen parts first.
         limit_s: no step takes less.
         published: the published form of filling; None where it is not run.
         bare: the plan without frozen part and its profile, to which ranks add jobs; None likewise.
@@ -112,6 +114,7 @@ class Case(NamedTuple):
     name: str
     profile: JobProfile
     plan: Plan
+    first: Plan
     limit_s: float
     published: Plan | None = None
     bare: tuple[Plan, JobProfile] | None = None
@@ -130,6 +133,7 @@ def plan_chains(rate, stages, *link):
                 "placement": "chain",
             }  # fmt: skip
             plan = dp.plan(None, profile, cluster, **options)
+            first = assemble(plan, PlanInputs(profile, cluster), "first")
             bare = without_frozen_part(profile)
             plain = dp.plan(None, bare, cluster, **options)
             link_s = 0.0
@@ -143,7 +147,7 @@ def plan_chains(rate, stages, *link):
             limit_s = max(passes_s, (1 + ratio) * count * PASS_S)
             published = fill_as_published(plan, profile, batch, link_s)
             name = f"S {stages}, M {count}, ratio {ratio}"
-            cases.append(Case(name, profile, plan, limit_s, published, (plain, bare)))
+            cases.append(Case(name, profile, plan, first, limit_s, published, (plain, bare)))
     return cases
 
 
@@ -161,10 +165,15 @@ def plan_variants(rate, stages, *link):
                 None, profile, cluster, batch_size=count * ROWS, num_stages=stages,
                 num_micro_batches=count, placement="chain" if is_twice else "opposite",
             )  # fmt: skip
+            first = assemble(plan, PlanInputs(profile, cluster), "first")
             if is_twice:
-                plan = replace(plan, order=plan.estimate_order, estimate_order=())
+                plan, first = (
+                    replace(each, order=each.estimate_order, estimate_order=())
+                    for each in (plan, first)
+                )
             limit_s = max(plan.cached_s, plan.limit_s)
-            cases.append(Case(f"{kind}, S {stages}, ratio {ratio}", profile, plan, limit_s))
+            name = f"{kind}, S {stages}, ratio {ratio}"
+            cases.append(Case(name, profile, plan, first, limit_s))
     return cases
 
 
@@ -178,7 +187,7 @@ def run_case(case):
     for turn in range(TURNS):
         runs = {
             "filled": list_seconds(run_virtual(case.plan, case.profile, STEPS)),
-            "first": list_seconds(run_virtual(put_first(case.plan), case.profile, STEPS)),
+            "first": list_seconds(run_virtual(case.first, case.profile, STEPS)),
         }
         if case.published is not None and turn == 0:
             runs["published"] = list_seconds(run_virtual(case.published, case.profile, STEPS))

@@ -9,10 +9,11 @@ import numpy as np
 
 import diffusionpipe as dp
 from diffusionpipe.planner.plan import Action, Plan
+from diffusionpipe.planner.traffic import PlannedMessage
 from diffusionpipe.profiler.job_profile import ChainProfile, JobProfile
 from diffusionpipe.runtime.agreement import add_losses
 from diffusionpipe.runtime.executor import Executor
-from diffusionpipe.runtime.instructions import ValueMessage, compile_programs
+from diffusionpipe.runtime.instructions import compile_programs
 from diffusionpipe.runtime.links import Links, group_replicas
 from diffusionpipe.runtime.virtual import VirtualCompute, read_values, sleep_until
 from shared.comms import Group
@@ -123,7 +124,7 @@ class _GreedyLinks(Links):
         super().__init__(programs, shapes, batch_size)
         self.jobs: deque[Callable[[], None]] = deque()
 
-    def take(self, message: ValueMessage) -> Any:
+    def take(self, message: PlannedMessage) -> Any:
         while self.jobs and not self.has_arrived(message):
             self.jobs.popleft()()
         return super().take(message)

@@ -18,7 +18,9 @@ from turns import gather
 
 import diffusionpipe as dp
 from diffusionpipe.data import build_pipeline, iterate_batches, load_digits
+from diffusionpipe.planner.costs import PlanInputs
 from diffusionpipe.planner.plan import Plan
+from diffusionpipe.planner.search.assembly import assemble
 from shared.comms import Group, barrier
 from shared.topology import Cluster, Link, fit_link
 from shared.topology.device import CPU
@@ -125,11 +127,9 @@ class Engine:
         return float(next(self._run))
 
 
-def put_first(plan: Plan) -> Plan:
+def put_first(plan: Plan, profile: dp.JobProfile, cluster: Cluster) -> Plan:
     """The same plan unfilled: every rank encodes an even share before its first pass."""
-    from diffusionpipe.demo import put_first as move_first
-
-    return move_first(plan)
+    return assemble(plan, PlanInputs(profile, cluster), "first")
 
 
 def measure_profile(job: dp.Job, batch_size: int) -> dp.JobProfile:

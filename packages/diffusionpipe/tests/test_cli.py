@@ -1,6 +1,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -164,3 +165,55 @@ def test_errors_of_a_users_build_stay_what_they_are(tmp_path, capsys):
         main(["profile", "--build", f"{tmp_path}/jobs.py:stop"])
     assert main(["profile", "--build", f"{tmp_path}/jobs.py:give_nothing"]) == 1
     assert "expected a batch to measure with, got none" in capsys.readouterr().err
+
+
+def test_compare_says_why_a_placement_has_no_plan(files, capsys):
+    argv = ["compare", *options(files), "--batch-size"]
+    assert main([*argv, "3"]) == 0
+    printed = capsys.readouterr().out
+    assert "No plan of placement data: batch_size: expected one that micro-batches" in printed
+    assert main([*argv, "0"]) == 1
+    assert "batch_size: expected 1 or more, got 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("build", "num_steps", "told"),
+    [("build", "0", "num_steps: expected 1 or more, got 0"), ("give_nothing", "1", "got none")],
+)
+def test_training_of_no_step_writes_no_model(build, num_steps, told, tmp_path, capsys):
+    (tmp_path / "jobs.py").write_text(JOBS)
+    files = {
+        name: str(tmp_path / f"{name}.{end}")
+        for name, end in (("profile", "json"), ("plan", "json"), ("cluster", "yaml"))
+    }
+    Cluster.uniform(1, 1, CPU).to_yaml(Path(files["cluster"]))
+    assert main(["profile", "--build", f"{tmp_path}/jobs.py:build", "--out", files["profile"]]) == 0
+    argv = ["--profile", files["profile"], "--cluster", files["cluster"], "--out", files["plan"]]
+    assert main(["plan", *argv, "--batch-size", "8"]) == 0
+    argv = ["train", "--build", f"{tmp_path}/jobs.py:{build}", "--num-steps", num_steps]
+    assert main([*argv, "--plan", files["plan"], "--out", str(tmp_path / "out")]) == 1
+    assert told in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_plan_of_another_cluster_or_job_is_not_drawn(files, capsys):
+    out = str(files / "plan.json")
+    assert main(["plan", *options(files), "--batch-size", "16", "--out", out]) == 0
+    argv = ["trace", *options(files), "--plan", out, "--out", str(files / "step.json")]
+    Cluster.uniform(1, 4, CPU).to_yaml(files / "cluster.yaml")
+    assert main(argv) == 1
+    assert "cluster.yaml: expected the 2 ranks of" in capsys.readouterr().err
+    Cluster.uniform(2, 1, CPU).to_yaml(files / "cluster.yaml")
+    text = (files / "profile.json").read_text()
+    (files / "profile.json").write_text(text.replace('"z": [', '"other": ['))
+    assert main(argv) == 1
+    assert "profile.json: expected the layers and frozen parts of" in capsys.readouterr().err
+    assert not (files / "step.json").exists()
+
+
+def test_a_script_may_import_what_lies_beside_it(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "beside_jobs.py").write_text(JOBS)
+    (tmp_path / "script_of_jobs.py").write_text("from beside_jobs import build")
+    argv = ["profile", "--build", f"{tmp_path}/script_of_jobs.py:build"]
+    assert main([*argv, "--out", str(tmp_path / "profile.json")]) == 0

@@ -34,6 +34,15 @@ def test_batches_are_shuffled_epochs_without_repetition():
     assert [batch["names"] for batch in batches] == [batch["names"] for batch in again]
 
 
+@pytest.mark.parametrize("batch_size", [0, 11])
+def test_batches_that_the_samples_do_not_fill_are_refused(batch_size):
+    """Without end nothing would come."""
+    with pytest.raises(
+        ConfigError, match=rf"expected 1 to 10, the number of samples, got {batch_size}"
+    ):
+        next(data.iterate_batches({"x": torch.arange(10)}, batch_size))
+
+
 @pytest.fixture(scope="module")
 def pipe():
     return data.build_pipeline(channels=(8, 16), vae_channels=(8, 8, 8))

@@ -66,13 +66,16 @@ def test_sleeping_devices_are_right_near_the_prediction():
 
 
 def test_frozen_parts_first_are_even_shares_before_all_passes():
+    from diffusionpipe.planner.costs import PlanInputs
+    from diffusionpipe.planner.search.assembly import assemble
     from diffusionpipe.planner.search.search import plan as make_plan
 
+    profile, cluster = demo.describe_sleepers(), demo.make_cluster(4)
     filled = make_plan(
-        None, demo.describe_sleepers(), demo.make_cluster(4), batch_size=64, num_stages=4,
+        None, profile, cluster, batch_size=64, num_stages=4,
         num_micro_batches=4, placement="chain",
     )  # fmt: skip
-    first = demo.put_first(filled)
+    first = assemble(filled, PlanInputs(profile, cluster), "first")
     for rank, (ours, theirs) in enumerate(zip(first.order, filled.order, strict=True)):
         assert ours[0] == Action("encode", name="z", samples=(16 * rank, 16 * (rank + 1)))
         assert ours[1:] == tuple(action for action in theirs if action.kind != "encode")

@@ -143,10 +143,12 @@ class ComparePlacements(_Search):
         names = ("data", "opposite") if len(measured.chains) > 1 else ("data", "chain", "folded")
         columns = ("placement", "filled", "frozen first", "cached", "memory")
         table, rows = Table(*columns, title="predicted seconds of a step"), []
+        errors: dict[str, ConfigError] = {}
         for name in names:
             try:
                 best = plan(None, measured, cluster, batch_size=self.batch_size, placement=name)
             except ConfigError as error:
+                errors[name] = error
                 rows.append({"placement": name, "error": str(error)})
                 table.add_row(name, "no plan", "", "", "")
                 continue
@@ -158,7 +160,10 @@ class ComparePlacements(_Search):
             )  # fmt: skip
             words = f"{name}, {best.num_stages} x {best.num_micro_batches}"
             table.add_row(words, *map(format_s, seconds), format_bytes(peak))
-        self.print_result({"plans": rows}, draw_table(table))
+        if len(errors) == len(names):
+            raise errors[names[0]]
+        reasons = [f"No plan of placement {name}: {error}" for name, error in errors.items()]
+        self.print_result({"plans": rows}, "\n".join([draw_table(table), *reasons]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,7 +238,10 @@ class Train(JsonOption):
         from diffusionpipe import Engine, Plan
         from diffusionpipe.config import build_job
         from shared.comms.init import joined
+        from shared.errors import ConfigError, DataError
 
+        if self.num_steps < 1:
+            raise ConfigError(f"num_steps: expected 1 or more, got {self.num_steps}")
         with joined() as group:
             job, batches = build_job(self.build)
             engine = Engine(
@@ -243,6 +251,10 @@ class Train(JsonOption):
                 seed=self.seed,
             )
             losses = [float(loss) for loss in engine.steps(islice(batches, self.num_steps))]
+            if not losses:
+                raise DataError(
+                    f"{self.build}: expected a batch to train with, got none; do return some"
+                )
             engine.export(self.out)
             report = engine.report()
             if group.rank == 0:
@@ -274,10 +286,24 @@ class TracePlan(JsonOption):
         from diffusionpipe.planner.costs import PlanInputs
         from diffusionpipe.planner.replay import PlanReplay
         from diffusionpipe.report import draw_steps, list_planned_bars, write_trace
+        from shared.errors import ConfigError
         from shared.topology import Cluster
 
-        made = Plan.load(self.plan)
-        inputs = PlanInputs(JobProfile.load(self.profile), Cluster.from_yaml(self.cluster))
+        made, profile = Plan.load(self.plan), JobProfile.load(self.profile)
+        inputs = PlanInputs(profile, Cluster.from_yaml(self.cluster))
+        if made.num_ranks != inputs.cluster.num_ranks:
+            raise ConfigError(
+                f"{self.cluster}: expected the {made.num_ranks} ranks of {self.plan}, got "
+                f"{inputs.cluster.num_ranks}; name the cluster that it was made for"
+            )
+        num_layers = [made.spans[made.list_backbone(b)[-1]][1] for b in sorted(set(made.backbones))]
+        if num_layers != [len(each.layers) for each in profile.chains] or (
+            made.owners.keys() != profile.frozen_s.keys()
+        ):
+            raise ConfigError(
+                f"{self.profile}: expected the layers and frozen parts of {self.plan}, got others; name "
+                "the profile that it was made from"
+            )
         queues = [f"rank {rank}" for rank in made.list_group(0)]
         steps = {"planned": list_planned_bars(PlanReplay(made, inputs).run(), queues)}
         picture = self.out.with_suffix(".svg")

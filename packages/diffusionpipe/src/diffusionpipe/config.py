@@ -48,6 +48,10 @@ def _import(home: str) -> Any:
         if "" not in sys.path:
             sys.path.insert(0, "")
         return import_module(home)
+    # As for a script, modules beside the file can be imported.
+    folder = str(Path(home).resolve().parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
     spec = spec_from_file_location(Path(home).stem, home)
     assert spec is not None
     assert spec.loader is not None

@@ -74,9 +74,17 @@ def iterate_batches(
         samples: tensors and lists with a row a sample.
         batch_size: rows a batch; a shorter rest is left out.
         seed: of the order.
+
+    Raises:
+        ConfigError: there are fewer samples than a batch has.
     """
-    generator = torch.Generator().manual_seed(seed)
     num_samples = len(next(iter(samples.values())))
+    if not 1 <= batch_size <= num_samples:
+        raise ConfigError(
+            f"batch_size: expected 1 to {num_samples}, the number of samples, got {batch_size}; do choose "
+            "a smaller batch"
+        )
+    generator = torch.Generator().manual_seed(seed)
     while True:
         order = torch.randperm(num_samples, generator=generator)
         for first in range(0, num_samples - batch_size + 1, batch_size):

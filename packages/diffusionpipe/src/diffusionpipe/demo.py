@@ -9,9 +9,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Sequence
-from dataclasses import replace
 from datetime import timedelta
-from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -24,7 +22,6 @@ from shared.training.progress import show_progress
 
 if TYPE_CHECKING:
     from diffusionpipe.job.job import Batch, Job
-    from diffusionpipe.planner.plan import Plan
     from diffusionpipe.profiler.job_profile import JobProfile
     from diffusionpipe.runtime.records import RunReport
 
@@ -98,6 +95,8 @@ def train_in_turns(num_turns: int) -> TrainedTurns:
 
     from diffusionpipe.data import build_pipeline, iterate_batches, load_digits
     from diffusionpipe.job.job import Job
+    from diffusionpipe.planner.costs import PlanInputs
+    from diffusionpipe.planner.search.assembly import assemble
     from diffusionpipe.planner.search.search import plan as make_plan
     from diffusionpipe.profiler.measure import profile as measure
     from diffusionpipe.runtime.engine import Engine
@@ -116,7 +115,7 @@ def train_in_turns(num_turns: int) -> TrainedTurns:
     # An engine takes its job's weights for itself, so that each needs a job of its own.
     jobs = [job, *(Job.from_pipeline(copy.deepcopy(pipeline)) for _ in range(2))]
     reference = train_plainly(jobs.pop(), [batch, next(batches)])
-    plans = [filled, put_first(filled)]
+    plans = [filled, assemble(filled, PlanInputs(profile, cluster), "first")]
     engines = [
         Engine(own, plan, lambda p: torch.optim.AdamW(p, 1e-4))
         for own, plan in zip(jobs, plans, strict=True)
@@ -158,43 +157,22 @@ def sleep_in_turns(num_turns: int) -> tuple[list[float], list[float], float]:
     Returns:
         Seconds of a step filled in and frozen parts first, and the filled one's prediction.
     """
+    from diffusionpipe.planner.costs import PlanInputs
+    from diffusionpipe.planner.search.assembly import assemble
     from diffusionpipe.planner.search.search import plan as make_plan
     from diffusionpipe.runtime.virtual import run_virtual
 
-    profile = describe_sleepers()
+    profile, cluster = describe_sleepers(), make_cluster(_DEVICES)
     filled = make_plan(
-        None, profile, make_cluster(_DEVICES), batch_size=_ROWS, num_stages=_DEVICES,
+        None, profile, cluster, batch_size=_ROWS, num_stages=_DEVICES,
         num_micro_batches=_DEVICES, placement="chain",
     )  # fmt: skip
+    first = assemble(filled, PlanInputs(profile, cluster), "first")
     filled_s, first_s = [], []
     for _ in range(num_turns):
         filled_s += read_seconds(run_virtual(filled, profile, 2))
-        first_s += read_seconds(run_virtual(put_first(filled), profile, 2))
+        first_s += read_seconds(run_virtual(first, profile, 2))
     return filled_s, first_s, filled.predicted_s
-
-
-def put_first(plan: Plan) -> Plan:
-    """The same plan unfilled: every rank encodes an even share of each component before its passes."""
-    from diffusionpipe.planner.plan import Action
-
-    components = sorted({one.name for own in plan.order for one in own if one.kind == "encode"})
-    ends = [plan.batch_size * rank // plan.num_ranks for rank in range(plan.num_ranks + 1)]
-    shares = list(pairwise(ends))
-    first = [
-        [Action("encode", name=name, samples=rows) for name in components if rows[0] < rows[1]]
-        for rows in shares
-    ]
-    orders = [
-        tuple(
-            (*encodes, *(one for one in own if one.kind != "encode"))
-            for encodes, own in zip(first, order, strict=False)
-        )
-        for order in (plan.order, plan.estimate_order)
-    ]
-    owners = {name: tuple((rows,) for rows in shares) for name in components}
-    return replace(
-        plan, order=orders[0], estimate_order=orders[1], owners=owners, predicted_s=plan.unfilled_s
-    )
 
 
 def make_cluster(num_ranks: int) -> Any:
@@ -234,7 +212,7 @@ def describe_sleepers() -> JobProfile:
 
 def read_seconds(report: RunReport) -> list[float]:
     """Seconds of each step, of the slowest rank; without the first, which warms up."""
-    return [max(one.seconds for one in ranks) for ranks in zip(*report.steps, strict=True)][1:]
+    return [max(step.seconds for step in ranks) for ranks in zip(*report.steps, strict=True)][1:]
 
 
 def judge_training(turns: TrainedTurns) -> Claim:

@@ -73,29 +73,31 @@ def list_planned_bars(timeline: Timeline, queues: Sequence[str]) -> list[list[Ti
     return bars
 
 
-def list_measured_bars(report: RunReport, step: int = -1) -> list[list[TimedBar]]:
-    """Reads bars off the record of a step that was run.
+def list_measured_bars(report: RunReport) -> list[list[TimedBar]]:
+    """Reads bars off the record of the last step that was run.
 
     Args:
         report: what `Engine.report` returned.
-        step: index among the recorded steps.
 
     Returns:
         Bars of each rank, from the first rank's begin of the step.
     """
-    begin_s = min(steps[step].start_s for steps in report.steps)
+    # Clocks of two hosts differ, but the ranks' agreement ends on all at once. Then weights are updated.
+    last = [steps[-1] for steps in report.steps]
+    agreed_s = [next(a.start_s for a in step.actions if a.kind == "update") for step in last]
+    longest_s = max(end_s - step.start_s for end_s, step in zip(agreed_s, last, strict=True))
     return [
         [
             TimedBar(
                 _SAME.get(action.kind, action.kind),
-                action.start_s - begin_s,
-                action.end_s - begin_s,
+                action.start_s - end_s + longest_s,
+                action.end_s - end_s + longest_s,
                 action.name or f"{action.stage} {action.micro_batch}",
             )
-            for action in steps[step].actions
+            for action in step.actions
             if action.kind != "wait"
         ]
-        for steps in report.steps
+        for end_s, step in zip(agreed_s, last, strict=True)
     ]
 
 

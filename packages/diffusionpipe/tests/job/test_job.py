@@ -148,6 +148,19 @@ def test_outputs_that_only_a_change_of_form_shows_are_traced():
     assert job.feeds({"x": torch.randn(2, 3)}) == (feeds,)
 
 
+def test_indices_that_are_changed_stay_within_their_table():
+    """Tokens, whose embedding is an input."""
+    table = torch.eye(3)
+    job = dp.Job(
+        dp.chain([nn.Linear(3, 3)]),
+        {"ids": lambda b: b["ids"]},
+        lambda batch, frozen, draw: {"sample": table[frozen["ids"]], "target": batch["x"]},
+        lambda output, target: (output - target).mean(1),
+    )
+    feeds = {"sample": ("ids",), "target": ()}
+    assert job.feeds({"x": torch.randn(2, 3), "ids": torch.tensor([2, 0])}) == (feeds,)
+
+
 def test_self_conditioning_runs_twice_in_its_share_of_steps():
     encoders, unet = _encoders(torch.float64), text_unet(in_channels=8).double()
     job, batch = _job(unet, encoders, self_conditioning=0.5), _batch(dtype=torch.float64)

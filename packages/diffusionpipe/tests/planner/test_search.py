@@ -8,8 +8,9 @@ from itertools import product
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
-from diffusionpipe import Plan, plan
+from diffusionpipe import Job, Plan, chain, plan
 from diffusionpipe.planner.costs import PlanInputs
 from diffusionpipe.planner.plan import Action
 from diffusionpipe.planner.replay import PlanReplay
@@ -182,6 +183,10 @@ def test_fixed_numbers_are_kept(make_profile):
             "expected at most 4 for a folded chain of 8 layers",
         ),
         ({"num_stages": 2, "placement": "data"}, "expected 1 for placement 'data'"),
+        (
+            {"placement": "chain", "ranks": 1},
+            "placement: expected 'data', as 'chain' needs 2 ranks and 2 layers or more, got 'chain' for 1 and 8",
+        ),
         ({"batch_size": 7, "placement": "data"}, "choose a multiple of 2"),
     ],
 )
@@ -189,6 +194,14 @@ def test_bad_choices_are_refused(make_profile, options, text):
     cluster = make_cluster(options.pop("ranks", 2))
     with pytest.raises(ConfigError, match=text):
         plan(None, make_profile(8), cluster, **{"batch_size": 16} | options)
+
+
+def test_a_profile_of_another_job_is_refused(make_profile):
+    job = Job(chain([nn.Linear(3, 3)]), {}, lambda *_: {}, lambda *_: None)
+    with pytest.raises(
+        ConfigError, match=r"profile: expected one of this job, .* \(layer0, layer1"
+    ):
+        plan(job, make_profile(8), make_cluster(2), batch_size=16)
 
 
 @pytest.mark.parametrize("placement", ["data", "opposite"])

@@ -86,8 +86,13 @@ def test_other_jobs_seeds_and_folders_are_refused(tmp_path):
     model.down[2].inner.bias.requires_grad_(False)
     with pytest.raises(DataError, match=r"checkpoint: expected .* as in this run"):
         Engine(make_job(model), PLANS["one process"](), make_adam).load(folder)
+    engine = Engine(make_job(), PLANS["one process"](), make_adam, seed=3)
     with pytest.raises(ConfigError, match=r"a checkpoint of seed 3, got one of seed 0"):
-        Engine(make_job(), PLANS["one process"](), make_adam, seed=3).load(folder)
+        engine.load(folder)
+    assert engine.step == 0
+    assert not engine.optimizer.state
+    for name, weight in make_job().trained.items():
+        assert torch.equal(engine.job.trained[name], weight)
     engine = Engine(make_job(), PLANS["one process"](), make_adam)
     with pytest.raises(DataError, match=r"expected a checkpoint, there is nothing"):
         engine.load(tmp_path / "none")
@@ -99,3 +104,20 @@ def test_other_jobs_seeds_and_folders_are_refused(tmp_path):
     )
     with pytest.raises(DataError, match=r"that an engine wrote, got one without 'engine.format'"):
         engine.load(tmp_path / "other")
+
+
+def test_damaged_checkpoints_and_folders_that_cannot_be_written_are_named(tmp_path):
+    folder = tmp_path / "checkpoint"
+    train_and_save("one process", str(folder), 1)
+    engine = Engine(make_job(), PLANS["one process"](), make_adam)
+    data = next(folder.glob("*.distcp"))
+    data.write_bytes(data.read_bytes()[:100])
+    with pytest.raises(DataError, match=r"checkpoint: expected a checkpoint that can be read, got"):
+        engine.load(folder)
+    (folder / ".metadata").write_bytes(b"")
+    with pytest.raises(DataError, match=r"that can be read, got EOFError"):
+        engine.load(folder)
+    assert engine.step == 0
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="file"):
+        engine.save(tmp_path / "file" / "checkpoint")

@@ -117,7 +117,8 @@ def test_frozen_outputs_go_to_the_ranks_whose_inputs_depend_on_them(name):
 def test_lanes_keep_the_senders_order_and_receivers_need_them_in_time(name):
     programs = compile_programs(PLANS[name](), make_flow())
     for program in programs:
-        sent = [m.sent_by for m in program.messages if m.sender == program.rank]
+        positions = {each.action: index for index, each in enumerate(program.instructions)}
+        sent = [positions[m.sent_by] for m in program.messages if m.sender == program.rank]
         assert sent == sorted(sent)
     numbers = [m.number for m in sorted(list_messages(programs), key=lambda m: m.number)]
     assert numbers == list(range(len(numbers)))

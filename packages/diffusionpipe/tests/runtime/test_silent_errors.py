@@ -15,7 +15,7 @@ from diffusionpipe.runtime.engine import Engine
 from diffusionpipe.runtime.shapes import Shapes, ValueShape
 from diffusionpipe.runtime.stages import GradientSums, StageCompute
 from shared.comms import Group
-from shared.errors import CommError, ConfigError, DataError
+from shared.errors import CommError, ConfigError, DataError, DivergenceError
 
 from .toy import (
     PLANS,
@@ -125,6 +125,20 @@ def test_a_step_that_is_broken_off_leaves_no_gradients():
     assert list(engine.steps(make_batches())) == pytest.approx(losses, rel=1e-12)
 
 
+def test_a_report_of_no_step_is_refused():
+    engine = make_engine()
+    bad = make_batch(0)
+    bad["pixels"][0] = torch.nan
+    assert list(engine.steps([])) == []
+    with pytest.raises(ConfigError, match="expected steps to report on, got none yet"):
+        engine.report()
+    # The checks before step 0 run on this sample too.
+    with pytest.raises(DivergenceError, match=r"got NaN or infinity in .* samples \[0\]"):
+        list(engine.steps([bad]))
+    with pytest.raises(ConfigError, match="expected steps to report on, got none yet"):
+        engine.report()
+
+
 def count_sums():
     gc.collect()
     return sum(isinstance(one, GradientSums) for one in gc.get_objects())
@@ -152,6 +166,10 @@ def test_batches_of_one_row_are_checked_too():
     assert list(plain.steps([make_batch(0, 1), make_batch(1, 1)])) == pytest.approx(
         losses, rel=1e-12
     )
+    # Shapes are learned from it too, for longer batches.
+    batches = [make_batch(0, 1), make_batch(1)]
+    losses, _ = train_plainly(batches)
+    assert list(make_engine().steps(batches)) == pytest.approx(losses, rel=1e-12)
 
 
 def test_steps_train_where_gradients_are_switched_off():

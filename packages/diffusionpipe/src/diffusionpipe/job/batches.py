@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shared.errors import ConfigError, DataError
 
-__all__ = ["Batch", "count_rows", "flatten", "take_rows", "unflatten"]
+__all__ = ["Batch", "count_rows", "flatten", "take_rows", "take_two", "unflatten"]
 
 # By name a tensor, an array or a list; the first dimension counts samples.
 Batch = Mapping[str, Any]
@@ -46,6 +46,16 @@ def count_rows(batch: Batch) -> int:
 def take_rows(batch: Batch, samples: range) -> dict[str, Any]:
     """Cuts the rows of a range of samples out of a batch."""
     return {name: value[samples.start : samples.stop] for name, value in batch.items()}
+
+
+def take_two(batch: Batch) -> dict[str, Any]:
+    """Cuts out the first two rows of a batch, or its only one twice: as many as checks need."""
+    if count_rows(batch) > 1:
+        return take_rows(batch, range(2))
+    return {
+        name: [value[0]] * 2 if isinstance(value, list | tuple) else value[[0, 0]]
+        for name, value in batch.items()
+    }
 
 
 def flatten(name: str, value: Any) -> dict[str, Tensor]:

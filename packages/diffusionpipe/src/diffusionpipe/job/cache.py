@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from diffusionpipe.job.batches import Batch, count_rows, take_rows
+from diffusionpipe.job.batches import Batch, take_two
 from diffusionpipe.job.cached_function import CachedFunction, list_keys, remove_caches
 from diffusionpipe.job.checks.rows import find_parameters
 from diffusionpipe.job.draws import Draw
@@ -47,14 +47,13 @@ def cache(
     Raises:
         ConfigError: a function takes draws, there is none of this name, the folder was written by
             other functions or weights, or `job.check` refuses.
-        DataError: the batch has no keys or fewer than two rows, or a file is damaged.
+        DataError: the batch has no keys, or a file is damaged.
         OSError: the folder cannot be read or written.
     """
     names = tuple(job.frozen if names is None else names)
     _check_names(job, names)
     list_keys(batch)
-    num_rows = min(2, count_rows(batch))
-    rows, draw = take_rows(batch, range(num_rows)), Draw(0, 0, range(num_rows))
+    rows, draw = take_two(batch), Draw(0, 0, range(2))
     job.check(rows)
     frozen = remove_caches({name: job.frozen[name] for name in names})
     outputs, buffers = {}, {}

@@ -235,9 +235,9 @@ def chain(model: nn.Module | Iterable[Any]) -> Chain:
         ConfigError: no adapter knows the model; the message lists those there are.
     """
     # What a wrapper of peft holds is the model itself, changed in place.
-    given: Any = model
-    inner: Any = given.get_base_model() if hasattr(given, "get_base_model") else given
+    wrapper: Any = model
+    inner: Any = wrapper.get_base_model() if hasattr(wrapper, "get_base_model") else wrapper
     names = [base.__name__ for base in type(inner).__mro__ if base.__name__ in ADAPTERS]
     cut_model = ADAPTERS.get(names[0] if names else type(inner).__name__)
     owner, layers, shared = cut_model(inner)
-    return Chain(owner if inner is given else given, tuple(layers), frozenset(shared))
+    return Chain(owner if inner is wrapper else wrapper, tuple(layers), frozenset(shared))

@@ -21,5 +21,6 @@ def is_close(ours: Tensor, theirs: Tensor) -> bool:
     tolerance = _TOLERANCES.get(ours.dtype, _LOW_PRECISION_TOLERANCE)
     if ours.is_cuda:
         tolerance = max(tolerance, _GPU_TOLERANCE)
-    scale = float(theirs.abs().max()) if theirs.numel() else 0.0
+    finite = theirs[theirs.isfinite()].abs()
+    scale = float(finite.max()) if finite.numel() else 0.0
     return torch.allclose(ours, theirs, rtol=0.0, atol=tolerance * scale, equal_nan=True)

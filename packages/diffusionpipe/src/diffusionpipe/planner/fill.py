@@ -234,7 +234,9 @@ def fill_idle(
         for device, (each, own, count) in enumerate(zip(slots, placed, tails, strict=True)):
             each.inserted_s = [*each.inserted_s[:-1], each.inserted_s[-1] + component.time_s(count)]
             own += [(len(each.start_s), count)] * (count > 0)
-            insertions += [Insertion(device, at, component.name, number) for at, number in own]
+            insertions += [
+                Insertion(device, position, component.name, number) for position, number in own
+            ]
         end_s = max(each.finish_s for each in slots)
         for each in slots:
             each.end_s = max(each.end_s, end_s)

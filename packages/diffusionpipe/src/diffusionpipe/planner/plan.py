@@ -254,10 +254,10 @@ class Plan:
 def _build_plan(tree: dict[str, Any]) -> Plan:
     if tree["format"] != _FORMAT:
         raise ValueError(f"format {tree['format']!r}")
-    known = {each.name for each in fields(Plan)}
-    if unknown := tree.keys() - known - {"format", "fingerprint"}:
+    names = {each.name for each in fields(Plan)}
+    if unknown := tree.keys() - names - {"format", "fingerprint"}:
         raise ValueError(f"unknown keys {sorted(unknown)}")
-    values = {name: tree[name] for name in known}
+    values = {name: tree[name] for name in names}
     for name in ("order", "estimate_order"):
         values[name] = tuple(tuple(map(_read_action, own)) for own in values[name])
     values["owners"] = {

@@ -9,7 +9,7 @@ both use these functions, so that their bytes agree.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from diffusionpipe.planner.plan import Action, Kind, Order
 
@@ -17,8 +17,10 @@ if TYPE_CHECKING:
     from diffusionpipe.planner.plan import Plan
 
 __all__ = [
+    "MessageKind",
     "PlannedMessage",
     "Route",
+    "Rows",
     "find_feeds",
     "find_routes",
     "find_stage_feeds",
@@ -28,6 +30,10 @@ __all__ = [
 
 Keys = Sequence[Sequence[str]]
 Rows = tuple[int, int]
+"""The first row of a batch, and the one after the last."""
+
+MessageKind = Literal["values", "gradients", "frozen"]
+"""Values go to later stages, gradients back, frozen outputs to the next step's readers."""
 
 _ESTIMATE = "estimate"
 """The input of a second prediction that the first one gives."""
@@ -59,6 +65,7 @@ class PlannedMessage(NamedTuple):
         keys: names of the values.
         ranges: rows of the batch.
         backbone: whose values these are; -1 for frozen outputs.
+        number: position in the order of a program's messages; -1 outside of programs.
     """
 
     sent_by: Action
@@ -68,11 +75,38 @@ class PlannedMessage(NamedTuple):
     keys: tuple[str, ...]
     ranges: tuple[Rows, ...]
     backbone: int
+    number: int = -1
+
+    @property
+    def kind(self) -> MessageKind:
+        """Which of the three kinds of values it carries."""
+        if self.used_by is None:
+            return "frozen"
+        return "gradients" if self.sent_by.kind == "backward" else "values"
+
+    @property
+    def stages(self) -> tuple[int, int]:
+        """Virtual stages of both ends; -1 for frozen outputs."""
+        return self.sent_by.stage, -1 if self.used_by is None else self.used_by.stage
 
     @property
     def num_rows(self) -> int:
         """Number of rows."""
         return sum(stop - first for first, stop in self.ranges)
+
+    @property
+    def label(self) -> str:
+        """What errors and traces call it."""
+        edge = f"rank {self.sender} to {self.receiver}"
+        if self.used_by is None:
+            first, stop = self.ranges[0][0], self.ranges[-1][1]
+            names = ", ".join(self.keys)
+            return f"{names} of samples {first} to {stop - 1} of the next batch, {edge}"
+        source, target = self.stages
+        what = "estimates" if self.sent_by.kind == "estimate" else self.kind
+        return (
+            f"{what} of micro-batch {self.sent_by.micro_batch}, stage {source} to {target}, {edge}"
+        )
 
 
 def find_routes(

@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 Form = Mapping[str, Mapping[str, Any]]
-"""By entry of a batch what is known of it, by words that introduce it in an error."""
+"""What each entry of a batch is: by entry, and by the words that introduce a fact in an error."""
 
 _NOTHING = {"to be": "left out"}
 _CLOSE = 1e-2
@@ -52,7 +52,7 @@ def exchange(group: Group | None, value: Any) -> list[Any]:
     if group is None or group.world_size == 1:
         return [json.loads(text)]
     tensor = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-    return [json.loads(one.numpy().tobytes()) for one in all_gather_v(group, tensor)]
+    return [json.loads(text.numpy().tobytes()) for text in all_gather_v(group, tensor)]
 
 
 def check_alike(
@@ -72,14 +72,14 @@ def check_alike(
     every = exchange(group, {"facts": dict(facts), "problem": problem and str(problem)})
     if problem is not None:
         raise problem
-    failed = [rank for rank, one in enumerate(every) if one["problem"]]
+    failed = [rank for rank, answer in enumerate(every) if answer["problem"]]
     if failed:
         raise CommError(
             f"expected all ranks to be able to go on, got {every[failed[0]]['problem']!r} on the "
             f"ranks {failed}; see what they raised"
         )
     for name, first in every[0]["facts"].items():
-        values = [one["facts"].get(name) for one in every]
+        values = [answer["facts"].get(name) for answer in every]
         unlike = [rank for rank, value in enumerate(values) if not _is_alike(value, first)]
         if unlike:
             raise CommError(
@@ -121,7 +121,7 @@ def compare_batches(
         alike = (rows - rows[0]).abs() <= torch.tensor([0.0, _CLOSE_SKETCH])
         if alike.all():
             return
-        unlike = [rank for rank, one in enumerate(alike.tolist()) if not all(one)]
+        unlike = [rank for rank, own in enumerate(alike.tolist()) if not all(own)]
         counts = sorted({max(int(count), 0) for count in rows[:, 0].tolist()})
         raise CommError(
             f"batch of step {step}: expected the same batch on all ranks, got another one on the "
@@ -161,15 +161,15 @@ def sketch_batch(batch: Mapping[str, Any]) -> float:
     tensors and of texts a checksum.
     """
     total = 0.0
-    for place, name in enumerate(sorted(batch), start=1):
+    for factor, name in enumerate(sorted(batch), start=1):
         value = batch[name]
         if _is_numeric(value):
             # Flipped arrays have strides that torch does not take.
             array = value if isinstance(value, Tensor) else np.ascontiguousarray(value)
-            total += place * _sketch(torch.as_tensor(array))
+            total += factor * _sketch(torch.as_tensor(array))
         else:
-            known = (one for one in value if isinstance(one, str | int | float))
-            total += place * _sum_bytes("\n".join(map(str, known)).encode())
+            texts = (str(entry) for entry in value if isinstance(entry, str | int | float))
+            total += factor * _sum_bytes("\n".join(texts).encode())
     return total + _sum_bytes(json.dumps(describe_batch(batch)).encode())
 
 
@@ -210,7 +210,7 @@ def add_losses(group: Group | None, step: int, loss: float, problems: Sequence[B
     total, num_problems = numbers.tolist()
     if not num_problems and math.isfinite(total):
         return total
-    every = [BadValues(*one) for own in exchange(group, problems) for one in own]
+    every = [BadValues(*each) for own in exchange(group, problems) for each in own]
     raise DivergenceError(_describe(step, total, every))
 
 
@@ -233,11 +233,11 @@ def _describe(step: int, loss: float, problems: Sequence[BadValues]) -> str:
     """Names where values first were not finite: the first stage forward, or the last backward."""
     if not problems:
         return f"step {step}: expected a finite loss, got {loss}; lower the learning rate"
-    what = min((one.what for one in problems), key=_ORDER.index)
-    of_kind = [one for one in problems if one.what == what]
+    what = min((each.what for each in problems), key=_ORDER.index)
+    of_kind = [each for each in problems if each.what == what]
     pick = max if what == "backward" else min
-    stage = pick(one.stage for one in of_kind)
-    samples = sorted({row for one in of_kind if one.stage == stage for row in one.samples})
+    stage = pick(each.stage for each in of_kind)
+    samples = sorted({row for each in of_kind if each.stage == stage for row in each.samples})
     where = {
         "forward": f"the values that stage {stage} computes",
         "loss": f"the loss, of what stage {stage} computes",
@@ -260,20 +260,16 @@ def _describe_entry(value: Any) -> dict[str, Any]:
     if _is_numeric(value):
         kind = str(value.dtype).removeprefix("torch.")
         return {"to be": "a tensor", "of shape": list(value.shape[1:]), "of type": kind}
-    kinds = sorted({_name_kind(one) for one in value if one is not None})
+    kinds = sorted({_name_kind(entry) for entry in value if entry is not None})
     return {"to be": f"a list of {' and '.join(kinds)}"}
 
 
 def _name_kind(value: Any) -> str:
     if isinstance(value, str):
         return "texts"
-    return (
-        "tensors"
-        if _is_numeric(value)
-        else "numbers"
-        if isinstance(value, int | float)
-        else "objects"
-    )
+    if _is_numeric(value):
+        return "tensors"
+    return "numbers" if isinstance(value, int | float) else "objects"
 
 
 def _project(values: Tensor) -> float:
@@ -288,11 +284,11 @@ def _sum_bytes(content: bytes) -> float:
     return zlib.crc32(content) / 2**32
 
 
-def _is_alike(one: Any, other: Any) -> bool:
-    if isinstance(one, float) and isinstance(other, float):
-        both_nan = math.isnan(one) and math.isnan(other)
-        return both_nan or math.isclose(one, other, rel_tol=_CLOSE)
-    return one == other
+def _is_alike(value: Any, other: Any) -> bool:
+    if isinstance(value, float) and isinstance(other, float):
+        both_nan = math.isnan(value) and math.isnan(other)
+        return both_nan or math.isclose(value, other, rel_tol=_CLOSE)
+    return value == other
 
 
 def _show(value: Any) -> str:

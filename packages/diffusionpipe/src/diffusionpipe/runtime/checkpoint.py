@@ -7,6 +7,7 @@ plan, so a folder loads into other numbers of stages, micro-batches, replicas an
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -62,12 +63,15 @@ def save_state(
     }
     process_group = None if group is None else group.checked()
     with naming_full_disk(path):
-        dcp.save(
-            state,
-            storage_writer=dcp.FileSystemWriter(partial),
-            process_group=process_group,
-            no_dist=group is None,
-        )
+        try:
+            dcp.save(
+                state,
+                storage_writer=dcp.FileSystemWriter(partial),
+                process_group=process_group,
+                no_dist=group is None,
+            )
+        except dcp.api.CheckpointException as error:
+            raise _find_first_cause(error) from error
     if is_first:
         publish(partial, path)
     if group is not None:
@@ -79,8 +83,9 @@ def load_state(
     parameters: Mapping[str, nn.Parameter],
     optimizer: torch.optim.Optimizer | None,
     shapes: Mapping[str, tuple[int, ...]],
+    seed: int,
     group: Group | None,
-) -> dict[str, Any]:
+) -> int:
     """Loads a checkpoint into this rank's parameters and optimizer; every rank calls it.
 
     Args:
@@ -88,13 +93,15 @@ def load_state(
         parameters: that this rank trains, by name.
         optimizer: of them; None where there are none.
         shapes: of all parameters that the job trains, by name.
+        seed: of this run's draws.
         group: all ranks, for CPU tensors; None in one process.
 
     Returns:
-        The facts.
+        Number of steps that were done.
 
     Raises:
-        DataError: there is no checkpoint of this job.
+        DataError: there is no checkpoint of this job and format; nothing was changed.
+        ConfigError: it was written with another seed; nothing was changed.
         CommError: another rank died.
     """
     import torch.distributed.checkpoint as dcp
@@ -103,7 +110,10 @@ def load_state(
     check_exists(folder, "a checkpoint")
     check_exists(Path(folder) / ".metadata", "a checkpoint of torch.distributed.checkpoint")
     reader = dcp.FileSystemReader(folder)
-    metadata: Any = reader.read_metadata()
+    try:
+        metadata: Any = reader.read_metadata()
+    except (EOFError, pickle.UnpicklingError) as error:
+        raise _describe_damage(folder, error) from error
     entries = {tuple(path): name for name, path in (metadata.planner_data or {}).items()}
     if ("engine", "format") not in entries:
         raise DataError(
@@ -129,12 +139,26 @@ def load_state(
             torch.empty(about.size, dtype=about.properties.dtype) if is_tensor else None
         )
     process_group = None if group is None else group.checked()
-    dcp.load(state, storage_reader=reader, process_group=process_group, no_dist=group is None)
+    try:
+        dcp.load(state, storage_reader=reader, process_group=process_group, no_dist=group is None)
+    except dcp.api.CheckpointException as error:
+        raise _describe_damage(folder, _find_first_cause(error)) from error
+    facts = state["engine"]
+    if facts["format"] != _FORMAT:
+        raise DataError(
+            f"{os.fspath(folder)}: expected a checkpoint of format {_FORMAT}, got format "
+            f"{facts['format']}; load it with the release that wrote it"
+        )
+    if facts["seed"] != seed:
+        raise ConfigError(
+            f"{os.fspath(folder)}: expected a checkpoint of seed {seed}, got one of seed "
+            f"{facts['seed']}; make the engine with that seed"
+        )
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(state["model"][name])
     _write_optimizer(parameters, optimizer, state["optimizer"])
-    return state["engine"]
+    return facts["step"]
 
 
 def _read_optimizer(
@@ -178,6 +202,19 @@ def _write_optimizer(
                 for key, value in state.items()
             }
             group.update(options)
+
+
+def _find_first_cause(error: Any) -> BaseException:
+    """What the first failing rank raised: torch's report of all ranks is no `Exception`."""
+    _, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
+    return cause
+
+
+def _describe_damage(folder: str | os.PathLike[str], error: BaseException) -> DataError:
+    return DataError(
+        f"{os.fspath(folder)}: expected a checkpoint that can be read, got {type(error).__name__}: "
+        f"{error}; load an earlier one"
+    )
 
 
 def check_local(folder: str | os.PathLike[str]) -> None:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from diffusionpipe.job.batches import count_rows
+from diffusionpipe.job.batches import take_two
 from diffusionpipe.job.draws import decide
 from diffusionpipe.job.job import Batch, Job
 from diffusionpipe.planner.plan import Plan, list_fingerprints
@@ -187,18 +187,15 @@ class Engine:
         encoded again.
 
         Raises:
-            DataError: there is no checkpoint of this job.
-            ConfigError: it was written with another seed.
+            DataError: there is no checkpoint of this job; nothing was changed.
+            ConfigError: it was written with another seed; nothing was changed.
             CommError: a rank died.
         """
         shapes = {name: tuple(value.shape) for name, value in self._trained.items()}
-        facts = load_state(folder, self._parameters, self.optimizer, shapes, self._control)
-        if facts["seed"] != self.seed:
-            raise ConfigError(
-                f"{os.fspath(folder)}: expected a checkpoint of seed {self.seed}, got one of seed "
-                f"{facts['seed']}; make the engine with that seed"
-            )
-        self.step, self._is_loaded = facts["step"], True
+        self.step = load_state(
+            folder, self._parameters, self.optimizer, shapes, self.seed, self._control
+        )
+        self._is_loaded = True
 
     def export(self, folder: str | os.PathLike[str]) -> None:
         """Writes the pipeline's or backbone's folder with the trained weights; every rank calls it.
@@ -227,9 +224,9 @@ class Engine:
             ConfigError: no step was run yet.
             CommError: a rank died.
         """
-        if self._running is None:
-            raise ConfigError("expected steps to report on, got none yet; run some first")
         running = self._running
+        if running is None or not running.executor.recorder.steps:
+            raise ConfigError("expected steps to report on, got none yet; run some first")
         return collect_report(
             self._control, running.executor.recorder, running.links.sent_bytes, self.plan
         )
@@ -279,9 +276,9 @@ class Engine:
         problem, trace, programs = None, None, []
         sizes: dict[str, float] = {}
         try:
-            rows = self.job.take(batch, range(min(2, self.job.num_samples(batch))))
+            rows = take_two(batch)
             self._weights.add_frozen(rows)
-            self._check_job(rows)
+            self.job.check(rows, seed=self.seed)
             trace = trace_job(self.job, rows)
             # Loaded weights are those of this rank's stages only, so results may differ.
             if self._is_loaded:
@@ -305,18 +302,6 @@ class Engine:
         links = Links(programs, trace.shapes, plan.batch_size)
         executor = Executor(programs, stages, links, compute)
         return _Running(executor, compute, sums, links, describe_batch(batch))
-
-    def _check_job(self, rows: Batch) -> None:
-        """Checks the job on the first rows of the first batch."""
-        if self.plan.batch_size == 1:
-            # Its only row twice, as the check compares rows alone and among others.
-            rows = repeat_rows(rows)
-        elif self.job.num_samples(rows) == 1:
-            raise DataError(
-                "first batch: expected two samples or more, by which shapes of values are learned, "
-                "got 1; begin with a whole batch"
-            )
-        self.job.check(rows, seed=self.seed)
 
     def _compile(self, trace: Trace) -> list[Program]:
         """This rank's programs: of a plain step, and of one with self-conditioning."""
@@ -369,12 +354,3 @@ class Engine:
         return bool(self.job.self_conditioning) and decide(
             self.seed, self.step, self.job.self_conditioning
         )
-
-
-def repeat_rows(batch: Batch) -> Batch:
-    """A batch with each row twice."""
-    places = [row for row in range(count_rows(batch)) for _ in range(2)]
-    return {
-        name: [value[row] for row in places] if isinstance(value, list | tuple) else value[places]
-        for name, value in batch.items()
-    }

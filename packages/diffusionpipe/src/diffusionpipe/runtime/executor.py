@@ -10,14 +10,12 @@ import torch
 from torch import Tensor
 
 from diffusionpipe.job.layers import ESTIMATE, OUTPUT
-from diffusionpipe.planner.traffic import join_ranges
+from diffusionpipe.planner.traffic import PlannedMessage, Rows, join_ranges
 from diffusionpipe.runtime.frozen_rows import FrozenRows
 from diffusionpipe.runtime.instructions import (
     Instruction,
     Program,
-    Rows,
     StageFlow,
-    ValueMessage,
     describe_action,
     scale_rows,
 )
@@ -68,8 +66,8 @@ class Executor:
             for instruction in programs[0].instructions
             if instruction.action.kind == "forward" and stages[instruction.action.stage].frozen
         ]
-        self._names = {name for one in readers for name in stages[one.action.stage].frozen}
-        self._needed = join_ranges(one.samples for one in readers)
+        self._names = {name for each in readers for name in stages[each.action.stage].frozen}
+        self._needed = join_ranges(each.samples for each in readers)
         self._reads_estimates = ESTIMATE in self._names
         self._names.discard(ESTIMATE)
         self._program, self._number = self._programs[0], 0
@@ -82,7 +80,7 @@ class Executor:
         self._values: dict[tuple[int, int, str], list[Tensor]] = {}
         self._gradients: dict[tuple[int, int, str], Tensor] = {}
         self._estimates: dict[int, Tensor] = {}
-        # By program and place: steps in which frozen jobs found a wait, less those in which they did not.
+        # By program and position: steps in which frozen jobs found a wait, less those in which they did not.
         self._num_waits: Counter[tuple[int, int]] = Counter()
 
     def encode_ahead(self, num_next: int) -> None:
@@ -139,8 +137,9 @@ class Executor:
             self._wait("messages to be sent", self._links.finish)
         except MeshyardError as error:
             step = self.recorder.current.step
-            place = describe_action(action)
-            error.add_note(f"rank {self._program.rank} was at {place} in step {step}")
+            error.add_note(
+                f"rank {self._program.rank} was at {describe_action(action)} in step {step}"
+            )
             raise
 
     def _begin(
@@ -154,8 +153,8 @@ class Executor:
         self._program, self._number = self._programs[program], program
         self._num_rows, self._num_next, self._agree = num_rows, num_next, agree
         self._frozen, self._ahead = self._ahead, FrozenRows()
-        for known in (self._values, self._gradients, self._estimates):
-            known.clear()
+        for values in (self._values, self._gradients, self._estimates):
+            values.clear()
         for message in self._links.begin(self._program, num_passing, num_next):
             self._ahead.expect(self._links.cut_ranges(message), self._links.receive(message))
 
@@ -183,8 +182,8 @@ class Executor:
                 self._compute.flush(instruction.action.stage)
         elif kind == "step":
             self.recorder.current.num_late = len(late)
-            for one in late:
-                self._encode(one)
+            for each in late:
+                self._encode(each)
 
     def _is_late(self, index: int) -> bool:
         """Whether the wait that encode actions fill is over before they begin, unlike in most steps before.
@@ -192,16 +191,16 @@ class Executor:
         Where it always is, the plan fills beyond the wait because that delays nobody.
         """
         following = (
-            one for one in self._program.instructions[index:] if one.action.kind != "encode"
+            each for each in self._program.instructions[index:] if each.action.kind != "encode"
         )
         receives = next(following).receives if self._num_next is not None else ()
         if not receives:
             return False
         is_over = all(self._links.has_arrived(message) for message in receives)
-        place = self._number, index
-        balance = self._num_waits[place]
+        job = self._number, index
+        balance = self._num_waits[job]
         moved = balance - 1 if is_over else balance + 1
-        self._num_waits[place] = min(max(moved, -_STEPS_WEIGHED), _STEPS_WEIGHED)
+        self._num_waits[job] = min(max(moved, -_STEPS_WEIGHED), _STEPS_WEIGHED)
         return is_over and balance > 0
 
     def _encode(self, instruction: Instruction) -> None:
@@ -235,7 +234,7 @@ class Executor:
         space = _ESTIMATES if is_estimate else flow.backbone
         pieces: dict[str, list[Tensor]] = {}
         # Messages stand in the order of their senders, and so of their rows.
-        for message in sorted(instruction.receives, key=lambda one: one.ranges):
+        for message in sorted(instruction.receives, key=lambda message: message.ranges):
             for key, tensor in self._take(message).items():
                 pieces.setdefault(key, []).append(tensor)
         for key, parts in pieces.items():
@@ -291,11 +290,13 @@ class Executor:
     def _scale(self, instruction: Instruction) -> Rows:
         return scale_rows(instruction.samples, self._batch_size, self._num_rows)
 
-    def _take(self, message: ValueMessage) -> dict[str, Tensor]:
-        with self.recorder.time("wait", message.stages[1], message.micro_batch, message.label):
+    def _take(self, message: PlannedMessage) -> dict[str, Tensor]:
+        with self.recorder.time(
+            "wait", message.stages[1], message.sent_by.micro_batch, message.label
+        ):
             return self._links.take(message)
 
-    def _send(self, message: ValueMessage, rows: Rows, tensors: Mapping[str, Tensor]) -> None:
+    def _send(self, message: PlannedMessage, rows: Rows, tensors: Mapping[str, Tensor]) -> None:
         ranges = self._links.cut_ranges(message)
         if not ranges:
             return
@@ -319,9 +320,9 @@ class Executor:
         return self._values[space, micro_batch, key].pop()
 
     def _add_gradient(self, backbone: int, micro_batch: int, key: str, value: Tensor) -> None:
-        known = self._gradients.get((backbone, micro_batch, key))
+        total = self._gradients.get((backbone, micro_batch, key))
         # Not in place: autograd or a message may hold the first one.
-        self._gradients[backbone, micro_batch, key] = value if known is None else known + value
+        self._gradients[backbone, micro_batch, key] = value if total is None else total + value
 
 
 def cut_rows(value: Tensor, cuts: Sequence[Rows]) -> Tensor:

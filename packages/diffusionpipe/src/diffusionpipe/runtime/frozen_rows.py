@@ -7,9 +7,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from diffusionpipe.planner.traffic import Rows
+
 __all__ = ["FrozenRows"]
 
-Rows = tuple[int, int]
 Values = Mapping[str, Tensor]
 
 

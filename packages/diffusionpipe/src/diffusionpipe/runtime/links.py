@@ -12,15 +12,16 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from diffusionpipe.planner.plan import Plan
-from diffusionpipe.runtime.instructions import Program, Rows, ValueMessage, name_lane, scale_rows
+from diffusionpipe.planner.plan import Action, Plan
+from diffusionpipe.planner.traffic import PlannedMessage, Rows
+from diffusionpipe.runtime.instructions import Program, name_lane, scale_rows
 from diffusionpipe.runtime.shapes import Shapes, check_shape, pack, unpack
 from shared.comms import Group, PendingRounds, Round, post_rounds
 from shared.comms.courier import connect
@@ -38,7 +39,7 @@ class QueuedMessage(NamedTuple):
         deadline: first instruction that waits for it or for one behind it in the lane.
     """
 
-    message: ValueMessage
+    message: PlannedMessage
     deadline: int
 
 
@@ -60,7 +61,7 @@ class _Traffic(NamedTuple):
     ranges: dict[int, list[Rows]]
     layouts: dict[int, _Layout]
     queues: dict[_Lane, list[QueuedMessage]]
-    frozen: list[ValueMessage]
+    frozen: list[PlannedMessage]
     receiving: list[int]
 
 
@@ -108,7 +109,7 @@ class Links:
 
     def begin(
         self, program: Program, num_rows: int | None, num_next_rows: int | None
-    ) -> list[ValueMessage]:
+    ) -> list[PlannedMessage]:
         """Begins a step; nothing is sent or received before `open`.
 
         Args:
@@ -132,7 +133,7 @@ class Links:
         self._is_open = True
         self._post()
 
-    def cut_ranges(self, message: ValueMessage) -> list[Rows]:
+    def cut_ranges(self, message: PlannedMessage) -> list[Rows]:
         """Rows of this step's batch that a message carries; one without any is not sent."""
         return self._traffic.ranges[message.number]
 
@@ -144,11 +145,11 @@ class Links:
         """
         receiving = self._traffic.receiving
         if receiving:
-            at = bisect_left(receiving, index) + _RECEIVING_ACTIONS_AHEAD - 1
-            self._window = receiving[min(at, len(receiving) - 1)]
+            position = bisect_left(receiving, index) + _RECEIVING_ACTIONS_AHEAD - 1
+            self._window = receiving[min(position, len(receiving) - 1)]
             self._post()
 
-    def send(self, message: ValueMessage, tensors: Mapping[str, Tensor]) -> None:
+    def send(self, message: PlannedMessage, tensors: Mapping[str, Tensor]) -> None:
         """Sends values and returns at once; they must not be written to before `finish`.
 
         Args:
@@ -165,10 +166,10 @@ class Links:
             self.sent_bytes[message.receiver] += tensors[key].nbytes
         self._outgoing[message.number] = own
         # What has arrived gives its memory back.
-        self._sending = [one for one in self._sending if math.isnan(one.round_s[0])]
+        self._sending = [each for each in self._sending if math.isnan(each.round_s[0])]
         self._post()
 
-    def take(self, message: ValueMessage) -> dict[str, Tensor]:
+    def take(self, message: PlannedMessage) -> dict[str, Tensor]:
         """Waits for a message and returns its values; none if it carries no rows.
 
         Raises:
@@ -176,7 +177,7 @@ class Links:
         """
         return self.receive(message)() if self.cut_ranges(message) else {}
 
-    def receive(self, message: ValueMessage) -> Callable[[], dict[str, Tensor]]:
+    def receive(self, message: PlannedMessage) -> Callable[[], dict[str, Tensor]]:
         """Returns a function that waits for a message; it may be called in a later step."""
         incoming = self._incoming  # this step's: numbers are used again in the next
 
@@ -187,7 +188,7 @@ class Links:
 
         return wait
 
-    def has_arrived(self, message: ValueMessage) -> bool:
+    def has_arrived(self, message: PlannedMessage) -> bool:
         """Whether waiting for a message would take no time; False where that is not known."""
         if not self.cut_ranges(message):
             return True
@@ -200,7 +201,7 @@ class Links:
         Raises:
             CommError: a receiver died or the timeout passed; names rank, edge and micro-batch.
         """
-        left = [one.message.label for queue in self._queues.values() for one in queue]
+        left = [each.message.label for queue in self._queues.values() for each in queue]
         assert not left, f"messages that were never completed: {left}"
         for pending in self._sending:
             pending.wait_all()
@@ -215,17 +216,18 @@ class Links:
             table = shapes.frozen if message.kind == "frozen" else shapes.values[message.backbone]
             carried = sum(stop - first for first, stop in own)
             values = [(key, table[key].of(carried), table[key].dtype) for key in message.keys]
-            layouts[message.number] = sorted(values, key=lambda one: -one[2].itemsize)
-        messages = [one for one in program.messages if ranges[one.number]]
+            layouts[message.number] = sorted(values, key=lambda value: -value[2].itemsize)
+        messages = [message for message in program.messages if ranges[message.number]]
+        positions = {each.action: index for index, each in enumerate(program.instructions)}
         return _Traffic(
             ranges,
             layouts,
-            queue_messages(messages, self.rank, self.find_lane),
-            [one for one in messages if one.kind == "frozen" and one.receiver == self.rank],
-            [i for i, one in enumerate(program.instructions) if one.receives],
+            queue_messages(messages, self.rank, positions, self.find_lane),
+            [each for each in messages if each.used_by is None and each.receiver == self.rank],
+            [index for index, each in enumerate(program.instructions) if each.receives],
         )
 
-    def find_lane(self, message: ValueMessage) -> _Lane:
+    def find_lane(self, message: PlannedMessage) -> _Lane:
         """The peer and the lane; over NCCL the lanes of a pair are one communicator, and one order."""
         peer = message.receiver if message.sender == self.rank else message.sender
         return peer, "" if self._groups[peer].backend == "nccl" else name_lane(message)
@@ -241,7 +243,7 @@ class Links:
             return queued.message.number in self._outgoing
         return queued.deadline <= self._window
 
-    def _post_message(self, message: ValueMessage, peer: int, lane: str) -> None:
+    def _post_message(self, message: PlannedMessage, peer: int, lane: str) -> None:
         group = self._groups[peer]
         other = group.ranks.index(peer)
         options = {"op": message.kind} | ({"lane": lane} if lane else {})
@@ -270,23 +272,29 @@ def make_buffer(layout: _Layout, device: torch.device) -> tuple[Tensor, dict[str
 
 
 def queue_messages(
-    messages: Iterable[ValueMessage], rank: int, find_lane: Callable[[ValueMessage], _Lane]
+    messages: Sequence[PlannedMessage],
+    rank: int,
+    positions: Mapping[Action, int],
+    find_lane: Callable[[PlannedMessage], _Lane],
 ) -> dict[_Lane, list[QueuedMessage]]:
     """Lines up each lane's messages, with the instruction by which each must be posted.
 
     Args:
         messages: that a rank sends and receives, in the global order.
         rank: the rank.
+        positions: of the rank's actions among its instructions.
         find_lane: gives a message's lane.
     """
     queues: dict[_Lane, list[QueuedMessage]] = {}
     # From the last to the first, as a message is needed for those behind it in its lane.
-    for message in reversed(list(messages)):
+    for message in reversed(messages):
         queue = queues.setdefault(find_lane(message), [])
-        needed_at = message.sent_by if message.sender == rank else message.used_by
-        queue.append(
-            QueuedMessage(message, min(needed_at, queue[-1].deadline) if queue else needed_at)
-        )
+        action = message.sent_by if message.sender == rank else message.used_by
+        # Frozen outputs may come at any time.
+        deadline = -1 if action is None else positions[action]
+        if queue:
+            deadline = min(deadline, queue[-1].deadline)
+        queue.append(QueuedMessage(message, deadline))
     return {lane: queue[::-1] for lane, queue in queues.items()}
 
 

@@ -27,7 +27,7 @@ class ActionTime(NamedTuple):
         stage: virtual stage, -1 for others.
         micro_batch: -1 for others.
         name: frozen component, or what is waited for.
-        start_s, end_s: on the rank's clock, which all processes of a machine share.
+        start_s, end_s: on the clock of the rank's host.
     """
 
     kind: str
@@ -44,7 +44,7 @@ class StepTimes:
 
     Attributes:
         step: its index.
-        start_s: when it began, on the rank's clock.
+        start_s: when it began, on the clock of the rank's host.
         seconds: from its start to the end of its update.
         pass_s: forward and backward passes and the update.
         filled_s: frozen parts of the next batch.
@@ -124,12 +124,10 @@ class RunReport:
     def step_s(self) -> float:
         """Median seconds of a step, the slowest rank's each; without the first, which warms up."""
         by_step = list(zip(*self.steps, strict=True))
-        return median(max(one.seconds for one in ranks) for ranks in by_step[1:] or by_step)
+        return median(max(step.seconds for step in ranks) for ranks in by_step[1:] or by_step)
 
     def __str__(self) -> str:
         """A table for people."""
-        if not self.steps[0]:
-            return "no steps yet"
         lines = [
             f"{len(self.steps[0])} steps, median {self.step_s:.4g} s, predicted {self.predicted_s:.4g} s",
             "rank  passes s  filled s  waited s  idle s  late jobs",
@@ -137,10 +135,10 @@ class RunReport:
         for rank, steps in enumerate(self.steps):
             kept = steps[1:] or steps
             passes, filled, waited, seconds = (
-                sum(getattr(one, name) for one in kept) / len(kept)
+                sum(getattr(step, name) for step in kept) / len(kept)
                 for name in ("pass_s", "filled_s", "waited_s", "seconds")
             )
-            num_late = sum(one.num_late for one in kept)
+            num_late = sum(step.num_late for step in kept)
             lines.append(
                 f"{rank:4}{passes:10.4g}{filled:10.4g}{waited:10.4g}"
                 f"{seconds - passes - filled:8.4g}{num_late:11}"
@@ -167,11 +165,11 @@ def collect_report(
         sent_bytes: by rank, bytes of this one's messages, those before the first step too.
         plan: what was run, with its prediction.
     """
-    mine = {"steps": [asdict(one) for one in recorder.steps], "sent": list(sent_bytes.items())}
+    mine = {"steps": [asdict(step) for step in recorder.steps], "sent": list(sent_bytes.items())}
     every = exchange(control, mine)
     num_steps = max(1, len(recorder.steps))
     return RunReport(
-        steps=tuple(tuple(_read_step(one) for one in each["steps"]) for each in every),
+        steps=tuple(tuple(map(_read_step, each["steps"])) for each in every),
         edges={
             (rank, peer): count / num_steps
             for rank, each in enumerate(every)
@@ -184,5 +182,5 @@ def collect_report(
 
 
 def _read_step(tree: dict[str, Any]) -> StepTimes:
-    actions = [ActionTime(*one) for one in tree.pop("actions")]
+    actions = [ActionTime(*action) for action in tree.pop("actions")]
     return StepTimes(**tree, actions=actions)

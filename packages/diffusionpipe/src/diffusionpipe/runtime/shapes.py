@@ -32,21 +32,21 @@ class ValueShape:
     dtype: torch.dtype
 
     @classmethod
-    def between(cls, one: Tensor, two: Tensor) -> ValueShape:
+    def between(cls, single: Tensor, pair: Tensor) -> ValueShape:
         """The shape of a value that was seen for one sample and for two.
 
         Raises:
             DataError: the two differ in their number of dimensions or in type.
         """
-        if one.dim() != two.dim() or one.dtype != two.dtype:
+        if single.dim() != pair.dim() or single.dtype != pair.dtype:
             raise DataError(
-                f"expected a value of one type and number of dimensions, got {one.dtype} "
-                f"{list(one.shape)} for one sample and {two.dtype} {list(two.shape)} for two; do "
+                f"expected a value of one type and number of dimensions, got {single.dtype} "
+                f"{list(single.shape)} for one sample and {pair.dtype} {list(pair.shape)} for two; do "
                 "not let them depend on the number of samples"
             )
-        per_sample = tuple(b - a for a, b in zip(one.shape, two.shape, strict=True))
-        fixed = tuple(a - step for a, step in zip(one.shape, per_sample, strict=True))
-        return cls(fixed, per_sample, one.dtype)
+        per_sample = tuple(b - a for a, b in zip(single.shape, pair.shape, strict=True))
+        fixed = tuple(a - step for a, step in zip(single.shape, per_sample, strict=True))
+        return cls(fixed, per_sample, single.dtype)
 
     @property
     def has_rows(self) -> bool:

@@ -12,11 +12,7 @@ from diffusionpipe.planner.plan import Plan
 from diffusionpipe.profiler.job_profile import JobProfile
 from diffusionpipe.runtime.agreement import add_losses, check_alike
 from diffusionpipe.runtime.executor import Executor
-from diffusionpipe.runtime.instructions import (
-    BackboneFlow,
-    Dataflow,
-    compile_programs,
-)
+from diffusionpipe.runtime.instructions import BackboneFlow, Dataflow, compile_programs
 from diffusionpipe.runtime.links import Links, group_replicas
 from diffusionpipe.runtime.records import RunReport, collect_report
 from diffusionpipe.runtime.shapes import Shapes, ValueShape
@@ -27,7 +23,7 @@ __all__ = ["VirtualCompute", "read_values", "run_virtual", "sleep_until"]
 
 
 def run_virtual(plan: Plan, profile: JobProfile, num_steps: int) -> RunReport:
-    """Runs steps in virtual time's place of real seconds; every rank of the world calls it.
+    """Runs steps whose computation sleeps; every rank of the world calls it.
 
     Every step encodes a next batch, so all steps are alike.
 
@@ -47,8 +43,7 @@ def run_virtual(plan: Plan, profile: JobProfile, num_steps: int) -> RunReport:
     check_alike(control, {"plan": plan.fingerprint(), "number of steps": num_steps})
     flow, shapes = read_values(profile)
     programs, stages = compile_programs(plan, flow), flow.cut_stages(plan)
-    held = plan.stages_of(rank)
-    compute = VirtualCompute(plan, profile, stages, held, group_replicas(plan))
+    compute = VirtualCompute(plan, profile, stages, plan.stages_of(rank), group_replicas(plan))
     own = [programs[rank]]
     links = Links(own, shapes, plan.batch_size)
     executor = Executor(own, stages, links, compute)

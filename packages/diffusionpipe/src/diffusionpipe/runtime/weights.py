@@ -72,8 +72,8 @@ class WeightShares:
         for weight in self._weights.values():
             if id(weight) not in needed and weight.numel() > 1:
                 value = torch.nan if weight.is_floating_point() else 0
-                one = torch.full((1,), value, dtype=weight.dtype, device=weight.device)
-                weight.data, weight.grad = one.expand(weight.shape), None
+                single = torch.full((1,), value, dtype=weight.dtype, device=weight.device)
+                weight.data, weight.grad = single.expand(weight.shape), None
 
     @torch.no_grad()
     def gather(self, group: Group | None) -> None:
@@ -87,15 +87,15 @@ class WeightShares:
         """
         if group is None:
             return
-        known = set(self._needed[0])
+        gathered = set(self._needed[0])
         # A rank's weights after another's, so that rank 0 has room for them and one message.
         for rank in range(1, len(self._needed)):
             # The types with the most bytes first, as `unpack` wants it.
             names = sorted(
-                self._needed[rank] - known,
+                self._needed[rank] - gathered,
                 key=lambda name: (-self._weights[name].element_size(), name),
             )
-            known.update(names)
+            gathered.update(names)
             mine = [self._weights[name].detach().cpu() for name in names if rank == group.rank]
             received = gather_v(group, pack([torch.empty(0, dtype=torch.uint8), *mine]))
             if received is not None:

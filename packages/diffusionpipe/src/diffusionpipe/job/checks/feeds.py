@@ -70,4 +70,5 @@ def _change(value: Tensor) -> Tensor:
     if value.is_floating_point():
         # No shift or factor alone: normalised values would hide it.
         return value * 1.5 + 0.25 + 0.5 * torch.arange(value.numel()).reshape(value.shape).to(value)
-    return ~value if value.dtype == torch.bool else (value + 1)
+    # Towards 0, as numbers may be indices of a table that ends behind them.
+    return ~value if value.dtype == torch.bool else torch.where(value > 0, value - 1, value + 1)

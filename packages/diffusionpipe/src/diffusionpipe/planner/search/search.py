@@ -13,12 +13,11 @@ from math import inf
 from typing import TYPE_CHECKING, Any
 
 from diffusionpipe.planner.costs import PlanInputs
-from diffusionpipe.planner.explanation import explain
 from diffusionpipe.planner.plan import Plan, list_fingerprints
 from diffusionpipe.planner.search.assembly import assemble
 from diffusionpipe.planner.search.bounds import find_least_s
 from diffusionpipe.planner.search.candidates import Constraints, list_sketches
-from diffusionpipe.planner.search.what_if import find_changes
+from diffusionpipe.planner.search.explanation import explain, find_changes
 from shared.errors import ConfigError
 from shared.topology import Cluster
 from shared.units import format_bytes
@@ -65,9 +64,17 @@ def plan(
         plan that is faster by more than 3 %, unless so many are near that not all can be replayed.
 
     Raises:
-        ConfigError: a number does not fit the batch, the model or the cluster, or no plan fits into
-            memory.
+        ConfigError: the profile is of another job, a number does not fit the batch, the model or the
+            cluster, or no plan fits into memory.
     """
+    layers = [each.layers for each in profile.chains]
+    if job is not None and layers != [
+        tuple(layer.name for layer in each.layers) for each in job.chains
+    ]:
+        raise ConfigError(
+            f"profile: expected one of this job, got one of other layers ({', '.join(layers[0][:3])}, "
+            "...); profile the job as it is now"
+        )
     inputs = PlanInputs(profile, cluster)
     wanted = Constraints(batch_size, num_stages, num_micro_batches, placement)
     _check_constraints(inputs, wanted)
@@ -168,6 +175,12 @@ def _check_constraints(inputs: PlanInputs, wanted: Constraints) -> None:
             f"{', '.join(divisors)}, got {count}"
         )
     layers = min(each.num_layers for each in inputs.costs)
+    fewest_layers = 3 if placement == "folded" else 2
+    if placement not in (None, "data") and (num_ranks < 2 or layers < fewest_layers):
+        raise ConfigError(
+            f"placement: expected 'data', as {placement!r} needs 2 ranks and {fewest_layers} layers or "
+            f"more, got {placement!r} for {num_ranks} and {layers}"
+        )
     if stages is not None and not 1 <= stages <= min(num_ranks, layers):
         raise ConfigError(
             f"num_stages: expected 1 to {min(num_ranks, layers)} ({num_ranks} ranks, {layers} "

@@ -1,13 +1,7 @@
 """A plan's static orders as each rank's instructions, with the messages that follow from them."""
 
 from diffusionpipe.runtime.instructions.dataflow import BackboneFlow, Dataflow, StageFlow
-from diffusionpipe.runtime.instructions.messages import (
-    Rows,
-    ValueMessage,
-    describe_action,
-    name_lane,
-    scale_rows,
-)
+from diffusionpipe.runtime.instructions.messages import describe_action, name_lane, scale_rows
 from diffusionpipe.runtime.instructions.plan_check import check_splits
 from diffusionpipe.runtime.instructions.program import Instruction, Program, compile_programs
 
@@ -16,9 +10,7 @@ __all__ = [
     "Dataflow",
     "Instruction",
     "Program",
-    "Rows",
     "StageFlow",
-    "ValueMessage",
     "check_splits",
     "compile_programs",
     "describe_action",

@@ -6,8 +6,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 
 from diffusionpipe.planner.plan import Plan
+from diffusionpipe.planner.traffic import PlannedMessage, Rows
 from diffusionpipe.runtime.instructions.dataflow import Dataflow
-from diffusionpipe.runtime.instructions.messages import Rows, ValueMessage
 from diffusionpipe.runtime.shapes import Shapes
 from shared.errors import ConfigError
 
@@ -34,11 +34,11 @@ def check_orders(plan: Plan, flow: Dataflow) -> None:
         for rank in ranks
         for micro_batch in range(plan.num_micro_batches)
     )
-    for one in (expected - passes) + (passes - expected):
-        rank, kind, stage, micro_batch = one
+    for key in (expected - passes) + (passes - expected):
+        rank, kind, stage, micro_batch = key
         raise ConfigError(
             f"plan.order[{rank}]: expected each pass of the stages {plan.stages_of(rank)} once, got "
-            f"{passes[one]} x {kind} of stage {stage}, micro-batch {micro_batch}; plan anew"
+            f"{passes[key]} x {kind} of stage {stage}, micro-batch {micro_batch}; plan anew"
         )
     encoded: dict[str, list[Rows]] = defaultdict(list)
     for action in (action for order in plan.order for action in order if action.kind == "encode"):
@@ -57,7 +57,7 @@ def check_orders(plan: Plan, flow: Dataflow) -> None:
             )
 
 
-def check_splits(plan: Plan, messages: Iterable[ValueMessage], shapes: Shapes) -> None:
+def check_splits(plan: Plan, messages: Iterable[PlannedMessage], shapes: Shapes) -> None:
     """Checks that only values with a row a sample are cut, where neighbouring stages share rows unlike.
 
     Args:
@@ -72,7 +72,7 @@ def check_splits(plan: Plan, messages: Iterable[ValueMessage], shapes: Shapes) -
         if message.kind != "values":
             continue
         ends = zip(message.stages, (message.sender, message.receiver), strict=True)
-        rows = [plan.samples(stage, message.micro_batch, rank) for stage, rank in ends]
+        rows = [plan.samples(stage, message.sent_by.micro_batch, rank) for stage, rank in ends]
         for key in message.keys if rows[0] != rows[1] else ():
             if not shapes.values[message.backbone][key].has_rows:
                 source, target = message.stages

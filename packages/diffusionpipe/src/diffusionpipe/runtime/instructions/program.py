@@ -10,15 +10,9 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass
 
 from diffusionpipe.planner.plan import Action, Plan
+from diffusionpipe.planner.traffic import PlannedMessage, Rows, list_messages
 from diffusionpipe.runtime.instructions.dataflow import Dataflow
-from diffusionpipe.runtime.instructions.messages import (
-    Rows,
-    ValueMessage,
-    find_samples,
-    name_lane,
-    order_messages,
-    place_messages,
-)
+from diffusionpipe.runtime.instructions.messages import find_samples, name_lane, order_messages
 from diffusionpipe.runtime.instructions.plan_check import check_orders
 
 __all__ = ["Instruction", "Program", "compile_programs"]
@@ -39,8 +33,8 @@ class Instruction:
 
     action: Action
     samples: Rows
-    receives: tuple[ValueMessage, ...]
-    sends: tuple[ValueMessage, ...]
+    receives: tuple[PlannedMessage, ...]
+    sends: tuple[PlannedMessage, ...]
     is_final: bool
 
 
@@ -58,7 +52,7 @@ class Program:
 
     rank: int
     instructions: tuple[Instruction, ...]
-    messages: tuple[ValueMessage, ...]
+    messages: tuple[PlannedMessage, ...]
     num_readers: Counter[tuple[int, str]]
     edges: dict[tuple[int, int], tuple[str, ...]]
 
@@ -74,10 +68,11 @@ def compile_programs(plan: Plan, flow: Dataflow) -> list[Program]:
     stages = flow.cut_stages(plan)
     check_orders(plan, flow)
     edges: dict[tuple[int, int], set[str]] = defaultdict(set)
-    receives: dict[tuple[int, int], list[ValueMessage]] = defaultdict(list)
-    sends: dict[tuple[int, int], list[ValueMessage]] = defaultdict(list)
-    own: dict[int, list[ValueMessage]] = defaultdict(list)
-    for message in order_messages(plan.order, list(place_messages(plan, flow))):
+    receives: dict[tuple[int, Action | None], list[PlannedMessage]] = defaultdict(list)
+    sends: dict[tuple[int, Action], list[PlannedMessage]] = defaultdict(list)
+    own: dict[int, list[PlannedMessage]] = defaultdict(list)
+    messages = list_messages(plan, flow.backbones, flow.components, plan.order)
+    for message in order_messages(plan.order, messages):
         pair = message.sender, message.receiver
         edges[min(pair), max(pair)].add(name_lane(message))
         receives[message.receiver, message.used_by].append(message)
@@ -97,8 +92,8 @@ def compile_programs(plan: Plan, flow: Dataflow) -> list[Program]:
             Instruction(
                 action=action,
                 samples=find_samples(plan, rank, action),
-                receives=tuple(receives[rank, index]),
-                sends=tuple(sends[rank, index]),
+                receives=tuple(receives[rank, action]),
+                sends=tuple(sends[rank, action]),
                 is_final=action.kind == "backward" and final[action.stage] == index,
             )
             for index, action in enumerate(order)

@@ -16,7 +16,8 @@ from torch import Tensor
 from diffusionpipe.job.draws import Draw
 from diffusionpipe.job.job import Job, Prepared
 from diffusionpipe.job.layers import OUTPUT
-from diffusionpipe.runtime.instructions import Dataflow, Rows, StageFlow
+from diffusionpipe.planner.traffic import Rows
+from diffusionpipe.runtime.instructions import Dataflow, StageFlow
 from diffusionpipe.runtime.stages.gradients import GradientSums
 from diffusionpipe.runtime.stages.health import Health
 
@@ -48,7 +49,7 @@ class StageCompute:
         job: Job,
         flow: Dataflow,
         stages: Sequence[StageFlow],
-        held: Sequence[int],
+        own_stages: Sequence[int],
         sums: GradientSums,
         seed: int,
     ) -> None:
@@ -58,15 +59,15 @@ class StageCompute:
             job: the whole job.
             flow: names of its values.
             stages: all virtual stages of the plan.
-            held: those that this rank holds.
+            own_stages: those that this rank holds.
             sums: gradients of their parameters.
             seed: of the draws.
         """
         self.job, self.stages, self.sums, self.seed = job, stages, sums, seed
         self.health = Health()
         self.loss = torch.zeros((), dtype=torch.float64)
-        self._differentiable = [one.differentiable for one in flow.backbones]
-        self._num_uses = sum(stages[stage].is_prepared for stage in held)
+        self._differentiable = [backbone.differentiable for backbone in flow.backbones]
+        self._num_uses = sum(stages[stage].is_prepared for stage in own_stages)
         self._prepared: dict[tuple[bool, int], list[Any]] = {}
         self._kept: dict[tuple[int, int], _Kept] = {}
         self._step = self._num_rows = 0

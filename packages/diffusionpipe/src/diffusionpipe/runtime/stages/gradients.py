@@ -22,11 +22,11 @@ __all__ = ["GradientSums"]
 
 @dataclass(eq=False)
 class _Slot:
-    """A parameter, its sum where that needs a wider type, and its place in a bucket."""
+    """A parameter, its sum where that needs a wider type, and its index and first element in a bucket."""
 
     parameter: nn.Parameter
     bucket: _Bucket | None
-    place: int
+    index: int
     first: int
     total: Tensor | None = None
     is_used: bool = False
@@ -75,7 +75,7 @@ class _Bucket:
         own = slot.take()
         if own is not None:
             self.view(slot).copy_(own)
-        self.flat[self.num_elements + slot.place] = float(slot.is_used)
+        self.flat[self.num_elements + slot.index] = float(slot.is_used)
         slot.is_filled = True
         self.num_filled += 1
 
@@ -128,8 +128,8 @@ class GradientSums:
                 bucket = None
                 if stage in groups:
                     bucket = self._find_bucket(stage, groups[stage], parameter, bucket_bytes)
-                place, first = (len(bucket.slots), bucket.num_elements) if bucket else (0, 0)
-                slot = _Slot(parameter, bucket, place, first)
+                index, first = (len(bucket.slots), bucket.num_elements) if bucket else (0, 0)
+                slot = _Slot(parameter, bucket, index, first)
                 self._slots[stage].append(slot)
                 if bucket is not None:
                     bucket.slots.append(slot)
@@ -198,14 +198,13 @@ class GradientSums:
 
     def _hook(self, slot: _Slot, stage: int) -> None:
         # Weakly, so that a parameter outlives its engine but does not keep it.
-        owner, place = weakref.ref(self), len(self._slots[stage]) - 1
+        owner, index = weakref.ref(self), len(self._slots[stage]) - 1
 
         def accumulate(_: nn.Parameter) -> None:
             sums = owner()
-            if (
-                sums is not None and sums._is_running
-            ):  # else another engine trains the same parameters
-                sums._accumulate(sums._slots[stage][place], stage)
+            # Else another engine trains the same parameters.
+            if sums is not None and sums._is_running:
+                sums._accumulate(sums._slots[stage][index], stage)
 
         slot.parameter.register_post_accumulate_grad_hook(accumulate)
 
@@ -220,10 +219,10 @@ class GradientSums:
         if slot.bucket is None or slot.is_filled:
             return
         slot.bucket.fill(slot)
-        for one in self._buckets[stage]:
-            if one.num_filled < len(one.slots):
+        for bucket in self._buckets[stage]:
+            if bucket.num_filled < len(bucket.slots):
                 return
-            one.start()
+            bucket.start()
 
 
 def widen(dtype: torch.dtype) -> torch.dtype:

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from diffusionpipe.job.layers import OUTPUT
 from diffusionpipe.planner.plan import Plan
+from diffusionpipe.planner.traffic import Rows
 from diffusionpipe.profiler.job_profile import JobProfile
-from diffusionpipe.runtime.instructions import Rows, StageFlow
+from diffusionpipe.runtime.instructions import StageFlow
 from shared.comms import Group
 from shared.comms.collectives import Reduction, start_all_reduce
 
@@ -29,7 +30,7 @@ class VirtualCompute:
         plan: Plan,
         profile: JobProfile,
         stages: Sequence[StageFlow],
-        held: Sequence[int],
+        own_stages: Sequence[int],
         groups: Mapping[int, Group],
     ) -> None:
         """Takes a rank's stages.
@@ -38,7 +39,7 @@ class VirtualCompute:
             plan: plan.
             profile: seconds and bytes.
             stages: all virtual stages.
-            held: those of this rank.
+            own_stages: those of this rank.
             groups: by stage, ranks that hold it, of this rank's stages that others hold too.
         """
         self._profile, self._stages, self._groups = profile, stages, groups
@@ -47,7 +48,7 @@ class VirtualCompute:
         self._overslept_s = 0.0
         self._step_s = profile.step_s_per_byte * sum(
             count
-            for stage in held
+            for stage in own_stages
             for count in profile.chains[stages[stage].backbone].gradient_bytes[
                 stages[stage].first : stages[stage].stop
             ]

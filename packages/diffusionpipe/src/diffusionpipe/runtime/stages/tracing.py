@@ -46,15 +46,12 @@ def trace_job(job: Job, batch: Mapping[str, Any]) -> Trace:
 
     Args:
         job: whose values are asked for.
-        batch: the first batch of a training run, with a row or more.
+        batch: two rows of the first batch of a training run.
 
     Raises:
         DataError: a value's type or number of dimensions depends on the number of rows.
     """
-    # Of a single row all shapes are taken as they are, which fits batches of one row.
-    num_rows = min(2, job.num_samples(batch))
-    one, two = (_run(job, batch, count) for count in (1, num_rows))
-    feeds = job.feeds(job.take(batch, range(num_rows)))
+    single, pair = (_run(job, batch, count) for count in (1, 2))
     backbones = tuple(
         BackboneFlow(
             reads=tuple(layer.reads for layer in chain.layers),
@@ -62,17 +59,17 @@ def trace_job(job: Job, batch: Mapping[str, Any]) -> Trace:
             feeds=fed,
             differentiable=frozenset(key for key, value in seen.items() if value.requires_grad),
         )
-        for chain, fed, seen in zip(job.chains, feeds, one.values, strict=True)
+        for chain, fed, seen in zip(job.chains, job.feeds(batch), single.values, strict=True)
     )
     shapes = Shapes(
-        values=tuple(map(_find_shapes, one.values, two.values)),
-        frozen=_find_shapes(one.frozen, two.frozen),
-        device=one.values[0][OUTPUT].device,
+        values=tuple(map(_find_shapes, single.values, pair.values)),
+        frozen=_find_shapes(single.frozen, pair.frozen),
+        device=single.values[0][OUTPUT].device,
     )
-    frozen_sizes = {f"frozen {key!r}": value for key, value in two.frozen.items()}
-    result_sizes = {f"the output of backbone {i}": v[OUTPUT] for i, v in enumerate(two.values)}
+    frozen_sizes = {f"frozen {key!r}": value for key, value in pair.frozen.items()}
+    result_sizes = {f"the output of backbone {i}": v[OUTPUT] for i, v in enumerate(pair.values)}
     return Trace(
-        Dataflow(backbones=backbones, components=one.components),
+        Dataflow(backbones=backbones, components=single.components),
         shapes,
         _measure_sizes(frozen_sizes),
         _measure_sizes(result_sizes),
@@ -85,15 +82,15 @@ def _run(job: Job, batch: Mapping[str, Any], num_rows: int) -> _Seen:
     frozen = {key: value for own in outputs.values() for key, value in own.items()}
     prepared = zip(job.chains, job.prepare(rows, frozen, draw), strict=True)
     values = []
-    for chain, one in prepared:
+    for chain, inputs in prepared:
         # Each value requires a gradient if a step's run of it would.
-        _, all_values = count_saved_bytes(chain, one.state)
+        _, all_values = count_saved_bytes(chain, inputs.state)
         values.append({key: all_values[key] for layer in chain.layers for key in layer.writes})
     return _Seen({component: tuple(own) for component, own in outputs.items()}, frozen, values)
 
 
-def _find_shapes(one: dict[str, Tensor], two: dict[str, Tensor]) -> dict[str, ValueShape]:
-    return {key: ValueShape.between(one[key], two[key]) for key in one}
+def _find_shapes(single: dict[str, Tensor], pair: dict[str, Tensor]) -> dict[str, ValueShape]:
+    return {key: ValueShape.between(single[key], pair[key]) for key in single}
 
 
 def _measure_sizes(values: dict[str, Tensor]) -> dict[str, float]:

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
+from diffusionpipe.planner.costs import PlanInputs
 from diffusionpipe.planner.plan import Plan
+from diffusionpipe.planner.replay import PlanReplay
+from diffusionpipe.planner.search.assembly import assemble
+from shared.topology import Cluster, Link
 from shared.units import format_bytes, format_s
 
-__all__ = ["explain", "name_stages"]
+__all__ = ["explain", "find_changes"]
 
 # Other plans that are listed.
 _MAX_ROWS = 6
 # A gain below this share is not worth naming.
 _NOTABLE = 0.01
+# Factors on the rates of all links, the nearest first.
+_SLOWER, _FASTER = (1 / 2, 1 / 4, 1 / 10, 1 / 40), (2.0, 4.0, 10.0, 40.0)
+# Share by which another plan must be faster to be named.
+_CLEAR = 0.02
+# Plans with more messages than this are not replayed again.
+_MAX_MESSAGES = 1000
 
 
 def explain(
@@ -43,12 +54,37 @@ def explain(
     return "\n".join([*lines, *changes])
 
 
-def name_stages(plan: Plan) -> str:
-    """Names a way of training."""
-    words = {"chain": "a chain", "folded": "a folded chain", "opposite": "two opposite chains"}
-    if plan.placement == "data":
-        return "data parallelism"
-    return f"{words[plan.placement]} of {plan.num_stages} stages"
+def find_changes(plans: Sequence[Plan], inputs: PlanInputs) -> Iterator[str]:
+    """Finds the nearest network, and the cache, with which another of these plans would be the fastest.
+
+    Args:
+        plans: plans that fit into memory, the chosen one first.
+        inputs: profile and cluster.
+
+    Yields:
+        Sentences.
+    """
+    # The first of each placement; the winner comes first.
+    rivals = list({each.placement: each for each in reversed(plans)}.values())[::-1]
+    rivals.sort(key=lambda each: each is not plans[0])
+    replays = [PlanReplay(each, inputs) for each in rivals]
+    if sum(len(each.messages) for each in replays) > _MAX_MESSAGES:
+        yield "Other networks and a cache were not tried: these plans have too many messages."
+        return
+    if inputs.profile.frozen_s and len(rivals) > 1:
+        cached = [assemble(each, inputs, "cached").predicted_s for each in rivals]
+        yield from _name_winner("With cached frozen outputs", rivals, cached)
+    for factors in (_SLOWER, _FASTER) if len(rivals) > 1 else ():
+        for factor in factors:
+            other = replace(inputs, cluster=_scale_network(inputs.cluster, factor))
+            seconds = [PlanReplay(each, other).run().makespan_s for each in rivals]
+            case = f"With links {_name_change(factor)}"
+            if sentences := list(_name_winner(case, rivals, seconds)):
+                yield from sentences
+                break
+        else:
+            change = _name_change(factors[-1])
+            yield f"With links up to {change}, no other of these plans would be faster."
 
 
 def _describe_winner(best: Plan, others: Sequence[Plan], lacking: Sequence[Plan]) -> str:
@@ -106,12 +142,20 @@ def _describe_step(best: Plan) -> list[str]:
     return lines
 
 
+def _name_stages(plan: Plan) -> str:
+    """Names a way of training."""
+    words = {"chain": "a chain", "folded": "a folded chain", "opposite": "two opposite chains"}
+    if plan.placement == "data":
+        return "data parallelism"
+    return f"{words[plan.placement]} of {plan.num_stages} stages"
+
+
 def _describe(plan: Plan) -> str:
     counts = sorted(map(len, plan.devices))
     copies = str(counts[0]) if counts[0] == counts[-1] else f"{counts[0]} to {counts[-1]}"
     ranks = f"{copies} rank{'s' * (copies != '1')}{' each' * (plan.placement != 'data')}"
     batches = f"{plan.num_micro_batches} micro-batch{'es' * (plan.num_micro_batches > 1)}"
-    return f"{name_stages(plan)} on {ranks}, {batches}"
+    return f"{_name_stages(plan)} on {ranks}, {batches}"
 
 
 def _compare(plan: Plan, best: Plan) -> str:
@@ -127,3 +171,27 @@ def _find_idle(plan: Plan) -> float:
 
 def _find_peak(plan: Plan) -> int:
     return max(each.peak_bytes for each in plan.ranks)
+
+
+def _name_change(factor: float) -> str:
+    return f"{factor:.0f} times faster" if factor > 1 else f"{1 / factor:.0f} times slower"
+
+
+def _name_winner(case: str, rivals: Sequence[Plan], seconds: Sequence[float]) -> Iterator[str]:
+    """Yields a sentence if another than the first is clearly the fastest."""
+    winner = seconds.index(min(seconds))
+    if seconds[winner] < (1 - _CLEAR) * seconds[0]:
+        name = _name_stages(rivals[winner])
+        times = f"{format_s(seconds[winner])} against {format_s(seconds[0])}"
+        yield f"{case}, {name} would be the fastest of these plans: {times}."
+
+
+def _scale_network(cluster: Cluster, factor: float) -> Cluster:
+    """The same cluster with all links' rates multiplied by a factor; latencies stay."""
+
+    def scale(link: Link) -> Link:
+        return Link(alpha_s=link.alpha_s, beta_s_per_byte=float(link.beta_s_per_byte) / factor)
+
+    hosts = tuple(replace(host, link=scale(host.link)) for host in cluster.hosts)
+    links = {pair: scale(link) for pair, link in cluster.links.items()}
+    return Cluster(hosts=hosts, network=scale(cluster.network), links=links)
