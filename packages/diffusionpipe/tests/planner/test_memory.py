@@ -39,6 +39,23 @@ def test_peaks_are_those_by_hand(make_profile):
     assert second == 3 * 4 * 1000 + 3 * 10 * 2 * 1 + 2 * 8 * 500
 
 
+def test_an_encoders_intermediate_values_count_while_passes_are_in_flight(make_profile):
+    passes = order_1f1b(2, 4)
+    jobs = [Action("encode", name="z", samples=samples) for samples in ((0, 5), (5, 8))]
+    plan = Plan(
+        placement="chain", num_stages=2, num_micro_batches=4, batch_size=8,
+        spans=((0, 1), (1, 4)), devices=((0,), (1,)),
+        order=((*jobs, *passes[0], Action("step")), (*passes[1], Action("step"))),
+    )  # fmt: skip
+    plain = make_profile(4, gradient_bytes=1000, saved_bytes=10)
+    cluster = Cluster.uniform(2, 1, CPU)
+    without = find_peak_bytes(plan, PlanInputs(plain, cluster))
+    profile = replace(plain, frozen_working_bytes={"z": 700})
+    first, second = find_peak_bytes(plan, PlanInputs(profile, cluster))
+    # The larger of the two jobs, on the rank that encodes.
+    assert (first, second) == (without[0] + 5 * 700, without[1])
+
+
 def test_a_stage_whose_micro_batches_in_flight_do_not_fit_is_not_used():
     # Two equal layers a stage are fastest, but the first stage keeps two micro-batches of 10 bytes;
     # one layer keeps two of 5, and the three others one of 15.

@@ -9,7 +9,7 @@ from torch import nn
 
 import diffusionpipe as dp
 from diffusionpipe.profiler import measure
-from diffusionpipe.profiler.saved import count_saved_bytes
+from diffusionpipe.profiler.saved import count_saved_bytes, count_working_bytes
 from shared.errors import ConfigError, DataError
 
 
@@ -166,6 +166,32 @@ def test_kept_memory_is_counted_once_at_the_first_layer_that_keeps_it():
     saved, values = count_saved_bytes(dp.chain(layers), {"x": torch.randn(5, 4)})
     assert saved == [5 * 6 * 4, 0]
     assert values["output"].shape == (5, 6)
+
+
+def test_what_the_loss_keeps_counts_at_the_last_layer():
+    linear = nn.Linear(4, 6)
+    chain = dp.chain([
+        dp.ChainLayer("a", lambda s: {"output": linear(s["x"])}, ("x",), ("output",), (linear,))
+    ])  # fmt: skip
+    target = torch.randn(5, 6)
+    saved, _ = count_saved_bytes(
+        chain, {"x": torch.randn(5, 4)}, lambda output: (output - target).square().mean(1)
+    )
+    assert saved == [5 * 6 * 4]  # the difference, which the square keeps
+
+
+def test_working_memory_is_the_most_at_once():
+    weight, x = torch.randn(1000, 10), torch.randn(3, 10)
+
+    def run():
+        wide = x @ weight.T  # 12,000 bytes
+        other = wide.view(-1) * 2.0  # 12,000 more
+        del wide
+        narrow = other.view(3, 1000)[:, :5].clone()  # 60 bytes
+        return {"z": narrow}
+
+    assert count_working_bytes(run) == 24_000
+    assert count_working_bytes(lambda: {"z": weight[:2]}) == 0
 
 
 def test_a_unets_kept_memory_is_what_autograd_keeps():

@@ -13,8 +13,9 @@ def find_peak_bytes(plan: Plan, inputs: PlanInputs) -> list[int]:
     """Finds the most bytes that each rank needs at once.
 
     Weights, gradients and AdamW's moments of its stages; the values that its passes in flight keep;
-    weights of the frozen components of which it encodes a sample; and, twice, for this batch and the
-    next one, the frozen outputs of the rows it computes. Not counted: a kernel's working memory.
+    weights of the frozen components of which it encodes a sample, and the intermediate values of the
+    job that needs most; and, twice, for this batch and the next one, the frozen outputs of the rows it
+    computes. Not counted: a kernel's working memory.
 
     Args:
         plan: plan with its orders.
@@ -32,8 +33,8 @@ def find_peak_bytes(plan: Plan, inputs: PlanInputs) -> list[int]:
             costs, span = inputs.costs[plan.backbones[stage]], plan.spans[stage]
             fixed += costs.fixed_table[span]
             saved[stage] = costs.saved_table[span] * rows
-        components = {action.name for action in plan.order[rank] if action.kind == "encode"}
-        fixed += sum(profile.frozen_parameter_bytes[name] for name in components)
+        jobs = [action for action in plan.order[rank] if action.kind == "encode"]
+        fixed += sum(profile.frozen_parameter_bytes[name] for name in {job.name for job in jobs})
         outputs = {name for stage in stages for name in feeds[stage]} & set(profile.frozen_bytes)
         sample_bytes = sum(profile.frozen_bytes[name] for name in outputs)
         fixed += 2 * rows * plan.num_micro_batches * sample_bytes
@@ -44,5 +45,10 @@ def find_peak_bytes(plan: Plan, inputs: PlanInputs) -> list[int]:
                 if action.kind in ("forward", "backward"):
                     current += saved[action.stage] * (1 if action.kind == "forward" else -1)
                     peak = max(peak, current)
-        peaks.append(round(fixed + peak))
+        # An encoder's intermediate values live while it runs, beside those of the passes in flight.
+        working = [
+            profile.frozen_working_bytes.get(job.name, 0) * (job.samples[1] - job.samples[0])
+            for job in jobs
+        ]
+        peaks.append(round(fixed + peak + max(working, default=0)))
     return peaks

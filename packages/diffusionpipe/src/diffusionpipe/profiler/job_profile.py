@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,7 @@ class JobProfile:
         frozen_outputs: by component, names of its outputs.
         frozen_bytes: by output and sample.
         frozen_parameter_bytes: by component.
+        frozen_working_bytes: by component and sample, most of its intermediate values at once.
         step_s_per_byte: seconds of the optimizer (AdamW) a byte of trainable parameters.
         self_conditioning: probability that a step predicts twice.
         device: that was measured.
@@ -87,6 +88,7 @@ class JobProfile:
     num_ranks: int
     message_s: float = 0.0
     message_s_per_byte: float = 0.0
+    frozen_working_bytes: dict[str, int] = field(default_factory=dict)
 
     def __getattr__(self, name: str) -> Any:
         if name in ChainProfile.__dataclass_fields__:
@@ -130,7 +132,7 @@ class JobProfile:
         """
         tree = read_json(path, "a profile")
         version = tree.pop("version", None) if isinstance(tree, dict) else None
-        names, inner = ({field.name for field in fields(kind)} for kind in (cls, ChainProfile))
+        names, inner = ({each.name for each in fields(kind)} for kind in (cls, ChainProfile))
         if (
             version != _VERSION
             or set(tree) != names

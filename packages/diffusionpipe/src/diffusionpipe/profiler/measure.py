@@ -28,7 +28,7 @@ from diffusionpipe.job.job import Job, Prepared
 from diffusionpipe.job.layers import OUTPUT
 from diffusionpipe.profiler.interference import time_messages
 from diffusionpipe.profiler.job_profile import ChainProfile, JobProfile
-from diffusionpipe.profiler.saved import count_saved_bytes
+from diffusionpipe.profiler.saved import count_saved_bytes, count_working_bytes
 from shared.errors import ConfigError
 
 __all__ = ["profile"]
@@ -82,6 +82,7 @@ def profile(
         _describe_chain(
             chain,
             prepared,
+            partial(job.compute_losses, target=prepared.target, num_samples=num_rows),
             num_rows,
             feeds=feeds,
             forward_s=tuple(zip(*(timing.forward_s[index] for timing in timings), strict=True)),
@@ -104,6 +105,10 @@ def profile(
         frozen_parameter_bytes={
             component: _count_parameters(job.list_functions(component), few, draw)
             for component in job.components
+        },
+        frozen_working_bytes={
+            name: math.ceil(count_working_bytes(partial(job.encode, name, few, draw)) / num_rows)
+            for name in job.components
         },
         step_s_per_byte=_time_optimizer(job, device),
         message_s=message_s,
@@ -220,9 +225,15 @@ def _go_back(
             gradients[key] = tensor.grad if total is None else total + tensor.grad
 
 
-def _describe_chain(chain: Chain, prepared: Prepared, num_rows: int, **tables: Any) -> ChainProfile:
+def _describe_chain(
+    chain: Chain,
+    prepared: Prepared,
+    loss: Callable[[Tensor], Tensor],
+    num_rows: int,
+    **tables: Any,
+) -> ChainProfile:
     with _keep_gradients(chain.model):
-        saved, values = count_saved_bytes(chain, prepared.state)
+        saved, values = count_saved_bytes(chain, prepared.state, loss)
     target = sum(tensor.nbytes for tensor in flatten("target", prepared.target).values())
     sizes = {key: tensor.nbytes for key, tensor in values.items()} | {"target": target}
     layers = [chain.list_parameters(index).values() for index in range(len(chain))]

@@ -1,23 +1,32 @@
-"""Counts what each layer keeps for its backward."""
+"""Counts what each layer keeps for its backward, and what an encoder needs while it runs."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from diffusionpipe.job.chain import Chain
-from diffusionpipe.job.layers import State
+from diffusionpipe.job.layers import OUTPUT, State
 
-__all__ = ["count_saved_bytes"]
+__all__ = ["count_saved_bytes", "count_working_bytes"]
 
 
-def count_saved_bytes(chain: Chain, state: State) -> tuple[list[int], dict[str, Tensor]]:
+def count_saved_bytes(
+    chain: Chain, state: State, loss: Callable[[Tensor], Tensor] | None = None
+) -> tuple[list[int], dict[str, Tensor]]:
     """Runs all layers and counts the memory that they keep.
 
     Args:
         chain: of layers.
         state: the backbone's inputs.
+        loss: of the output; what it keeps, such as output and target, counts at the last layer.
 
     Returns:
         Bytes by layer, without parameters and inputs, each piece of memory once; and all values.
@@ -45,4 +54,40 @@ def count_saved_bytes(chain: Chain, state: State) -> tuple[list[int], dict[str, 
                 k: values[k].detach().requires_grad_(values[k].requires_grad) for k in layer.reads
             }
             values.update(chain.run_layer(index, read))
+            if loss is not None and index == len(chain) - 1:
+                loss(values[OUTPUT])
     return counts, values
+
+
+def count_working_bytes(run: Callable[[], object]) -> int:
+    """Runs a function and counts the most memory of its intermediate values and results at once."""
+    with _LiveStorages() as live:
+        run()
+    return live.peak_bytes
+
+
+class _LiveStorages(TorchDispatchMode):
+    """Follows the memory that operators give out, until it is freed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._live: dict[StorageWeakRef, int] = {}
+        self.peak_bytes = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        results = func(*args, **(kwargs or {}))
+        # Views of weights and of inputs are nothing new.
+        old = _list_storages((args, kwargs))
+        # First without what was freed, whose address may belong to a new storage.
+        self._live = {ref: size for ref, size in self._live.items() if not ref.expired()}
+        self._live |= {ref: size for ref, size in _list_storages(results).items() if ref not in old}
+        self.peak_bytes = max(self.peak_bytes, sum(self._live.values()))
+        return results
+
+
+def _list_storages(tree: Any) -> dict[StorageWeakRef, int]:
+    """Bytes of the storages of all tensors in a tree."""
+    storages = [leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+    return {StorageWeakRef(storage): storage.nbytes() for storage in storages}
