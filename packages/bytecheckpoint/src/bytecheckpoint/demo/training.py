@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import bytecheckpoint as bcp
-from bytecheckpoint.demo.text import load_bible
 from shared.comms import Group, all_reduce, barrier
+from shared.data.texts.bible import read_bible
 from shared.topology import Mesh
 
 __all__ = ["Run", "measure_blocking", "measure_read_bytes", "train", "train_until_killed"]
@@ -71,7 +71,7 @@ class Run:
             fully_shard(self.model, mesh=mesh)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 1000)
-        self.text = load_bible()
+        self.text = torch.frombuffer(bytearray(read_bible(), "utf-8"), dtype=torch.uint8)
         self.order = bcp.LoaderState(len(self.text) // (_CONTEXT + 1), dataset="bible")
         self.state: dict[str, Any] = {
             "model": self.model,
