@@ -30,14 +30,11 @@ def draw_rows(count: int, shape: tuple[int, ...], dtype: torch.dtype, rank: int)
 
 def exchange_by_torch(group: Group, rows, sends, recvs) -> torch.Tensor:
     """The rows received, by torch's own all-to-all of their bytes."""
-    whole = rows.reshape(len(rows), -1)
-    raw = whole.view(torch.uint8) if whole.numel() else whole.new_empty(len(rows), 0).byte()
-    # A rank without rows of its own knows their width too.
-    width = rows[0].nbytes if len(rows) else rows.new_empty(rows.shape[1:]).nbytes
+    width = rows.new_empty((1, *rows.shape[1:])).nbytes
+    raw = rows.contiguous().view(-1).view(torch.uint8).view(len(rows), width)
     out = torch.empty(sum(recvs), width, dtype=torch.uint8)
-    raw = raw.reshape(len(rows), width).contiguous()
     dist.all_to_all_single(out, raw, recvs, sends, group=group.checked())
-    return out.view(rows.dtype).reshape(sum(recvs), *rows.shape[1:])
+    return out.view(rows.dtype).view(sum(recvs), *rows.shape[1:])
 
 
 def equal_to_torch(num_ranks: int) -> None:
