@@ -1,0 +1,1 @@
+"""Planning without devices: launch orders, ranges and their parts, fused groups, memory, axes."""
