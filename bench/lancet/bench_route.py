@@ -27,10 +27,11 @@ TURNS, CALLS = 15, 20
 
 
 @pytest.fixture(autouse=True)
-def _one_thread(request):
+def _one_thread():
     before = torch.get_num_threads()
-    request.addfinalizer(lambda: torch.set_num_threads(before))
     torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def slots_by_sort(experts, keys):
@@ -81,9 +82,7 @@ def bench_route(benchmark, record_claim, kind, skew):
     benchmark.pedantic(turn, rounds=TURNS, warmup_rounds=1)
     times = {name: each[1:] for name, each in seconds.items()}
     rival = min(("8-bit keys", "64-bit keys"), key=lambda name: median(times[name]))
-    ratios = sorted(
-        theirs / ours for ours, theirs in zip(times["ours"], times[rival], strict=True)
-    )
+    ratios = sorted(theirs / ours for ours, theirs in zip(times["ours"], times[rival], strict=True))
     ours, baseline = (median(times[name]) * 1e3 for name in ("ours", rival))
     counts = results[0][1]
     record_claim(
