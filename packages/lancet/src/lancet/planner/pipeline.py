@@ -2,8 +2,9 @@
 
 After the pipelining of ranges in Lancet (arXiv 2404.19429): maximal runs of one queue's operations in a
 part form a group, and of the groups that are ready a queue runs the shortest first, the last one of a
-part only if there is no other, and of equal ones that of the first part. That rule is not always the
-best, so two others are replayed as well: the deepest group first, and the first group first.
+part only if there is no other, and of equal ones that of the first part. Here an order in which the
+first group goes first is replayed as well, which is faster for some chains. Both never leave a queue
+idle while a group is ready, which in some cases would be better.
 """
 
 from __future__ import annotations
@@ -66,7 +67,6 @@ def order_parts(chain: Iterable[tuple[Kind, float]], parts: int) -> PartOrder:
     last = len(groups) - 1
     rules: list[Callable[[int, int], tuple[float, ...]]] = [
         lambda group, part: (group == last, group_s[group], group, part),
-        lambda group, part: (-group, part),
         lambda group, part: (group, part),
     ]
     orders = [_replay(group_s, queues, parts, rule) for rule in rules]
