@@ -91,6 +91,12 @@ class Layer(nn.Module):
         self.k, self.num_experts = k, num_experts
         self.router = nn.Linear(dim, num_experts, bias=False) if self.gate.has_router else None
         self.experts = ExpertLayers(dim, hidden_dim, num_experts)
+        # As transformers' models name their experts and the weights to divide over ranks.
+        self._ep_plan = {
+            "experts": "ep_dispatch_experts",
+            "experts.up_proj": "grouped_gemm",
+            "experts.down_proj": "grouped_gemm",
+        }
 
     def forward(
         self, hidden: Float[Tensor, "*batch dim"], token_ids: Int64[Tensor, "*batch"] | None = None

@@ -26,7 +26,11 @@ def _route(experts, totals, slots):
 
 
 def route(experts: Tensor, used: Tensor) -> tuple[Tensor, Tensor]:
-    """Slots [n] of choices [n], one after another, and the slots used [num_experts] afterwards."""
+    """Slots [n] of choices [n], one after another, and the slots used [num_experts] afterwards.
+
+    Raises:
+        DataError: An expert lies outside its range.
+    """
     totals = used.clone()
     slots = torch.empty(len(experts), dtype=torch.int64)
     bad = _route(experts.numpy(), totals.numpy(), slots.numpy())
