@@ -300,7 +300,11 @@ def _search(replay: _FusedReplay, deadline_s: float) -> tuple[float, int]:
             # every valid set through valid ones, and an invalid one need not be expanded.
             changed_s = replay.run_changed(base, fused, bit)
             if changed_s < best[0]:
+                # Goes on from there with the joints that follow; both are expanded again later.
                 best, num_stale = (changed_s, changed), 0
+                heappush(queue, (makespan_s, fused))
+                makespan_s, fused = best
+                base = replay.run(fused)
             if changed_s < inf and (is_small or changed_s <= _WORST_RATIO * best[0]):
                 heappush(queue, (changed_s, changed))
     return best
