@@ -20,5 +20,5 @@ MODULES = (
 def pool():
     from shared.comms import RankPool
 
-    with RankPool(2, timeout=timedelta(seconds=100), modules=MODULES) as ranks:
+    with RankPool(2, timeout=timedelta(minutes=5), modules=MODULES) as ranks:
         yield ranks
