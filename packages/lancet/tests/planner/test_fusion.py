@@ -67,12 +67,12 @@ def check_groups(ops, groups):
 
 
 @st.composite
-def gradient_programs(draw):
-    """Up to six operators and six all-reduces of what they make; some wait for an all-reduce."""
+def gradient_programs(draw, waits=False):
+    """Up to six operators and six all-reduces of what they make."""
     num = draw(st.integers(1, 6))
     ops = []
     for number in range(num):
-        earlier = [op.name for op in ops]
+        earlier = [op.name for op in ops if waits or op.kind == "compute"]
         after = draw(st.lists(st.sampled_from(earlier), max_size=2)) if earlier else []
         ops.append(Op(f"c{number}", "compute", draw(st.integers(1, 8)) / 2, tuple(after)))
         if draw(st.integers(0, 3)):
@@ -84,7 +84,7 @@ def gradient_programs(draw):
 SAVES = st.sampled_from([0.0, 0.25, 0.5, 1.0])
 
 
-@given(gradient_programs(), SAVES, SAVES)
+@given(gradient_programs() | gradient_programs(waits=True), SAVES, SAVES)
 def test_fusion_is_the_best_of_all_groupings(ops, latency_s, launch_s):
     fusion = fuse(ops, latency_s=latency_s, launch_s=launch_s)
     check_groups(ops, fusion.groups)
@@ -104,6 +104,14 @@ def test_any_program_is_fused_best(ops, latency_s, launch_s):
     assert fusion.before_s == pytest.approx(
         makespan_s(ops, [(op.name,) for op in ops], latency_s, launch_s)
     )
+
+
+@given(gradient_programs(), SAVES)
+def test_buckets_of_gradients_need_no_search(ops, latency_s):
+    # Nothing waits for an all-reduce, and computing is not fused: the first buckets are the best.
+    fusion = fuse(ops, latency_s=latency_s, time_limit_s=0.0)
+    replayed = (makespan_s(ops, groups, latency_s, 0.0) for groups in list_groupings(ops))
+    assert fusion.makespan_s == pytest.approx(min(s for s in replayed if s is not None))
 
 
 def test_fusing_by_hand():

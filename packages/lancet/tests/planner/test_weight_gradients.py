@@ -103,6 +103,16 @@ def test_first_listed_of_equals_and_no_waste():
     assert assign_dw(ops) == {"x": ("near below", "equal"), "y": ("near above",)}
 
 
+def test_twice_the_time_left_is_no_waste():
+    ops = [
+        Op("x", "all_to_all", 3.0),
+        Op("first", "compute", 2.0),
+        Op("second", "compute", 2.0),
+        Op("y", "all_to_all", 9.0, ("x",)),
+    ]
+    assert assign_dw(ops) == {"x": ("first", "second"), "y": ()}
+
+
 def test_optimizer_work_is_left_alone():
     ops = [
         Op("weight", "compute", 1.0),
