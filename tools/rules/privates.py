@@ -33,6 +33,7 @@ FOREIGN = {
     "sys._getframe": "a test looks at who calls, to stop a save at each of its lines",
     "ray._private": "a test counts the references that a worker holds",
     "torch._C": "hooks in force, whether torch.compile is at work, and who holds a storage",
+    "torch._check": "tells torch.compile what a size may be",
     "torch._dynamo": "what torch.compile makes of a module",
     "torch._functorch.config": "torch.compile's budget of activations, the peer of a benchmark",
     "torch._foreach_add_": "one launch for many tensors, as torch's optimizers do it",

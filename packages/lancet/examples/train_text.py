@@ -3,6 +3,7 @@
 torchrun --nproc-per-node 2 packages/lancet/examples/train_text.py
 """
 
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -14,7 +15,7 @@ from shared.comms import Group, init_from_env
 OUT = Path("report/lancet/model")
 
 
-def build():
+def build() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
     """For `lancet profile` and `lancet bench`: a model and a batch."""
     return build_qwen3_moe(), next(load_text_batches(2, 64, seed=Group.world().rank))
 
@@ -26,7 +27,7 @@ def main() -> None:
     backend = lancet.Backend(group)
     step = torch.compile(model, backend=backend, fullgraph=True)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-    for number, batch in zip(range(10), load_text_batches(2, 64, seed=group.rank)):
+    for number, batch in enumerate(islice(load_text_batches(2, 64, seed=group.rank), 10)):
         loss = step(**batch).loss
         loss.backward()
         norm = lancet.clip_grad_norm_(model, 1.0)

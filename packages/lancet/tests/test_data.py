@@ -36,4 +36,6 @@ def test_the_model_has_the_sizes_asked_for_and_does_not_depend_on_what_was_drawn
     again = data.build_qwen3_moe(hidden_size=64, num_layers=1, num_experts=4, expert_width=48)
     experts = model.model.layers[0].mlp.experts
     assert experts.gate_up_proj.shape == (4, 96, 64)
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True)
+    )

@@ -1,4 +1,7 @@
-"""Sums of many ranges of one array by prefix sums: the placeholder of a new package."""
+"""Hides the all-to-alls of Mixture-of-Experts models under the whole training step.
+
+After Lancet (MLSys 2024, arXiv 2404.19429).
+"""
 
 import importlib
 from typing import Any
@@ -18,11 +21,43 @@ if getattr(shared, "__project__", None) != "meshyard":
 __version__ = "0.1.0"
 
 # Public name -> its module, imported at first use so that `lancet --help` stays fast.
-_HOME = {"METHODS": "lancet.summing.registry", "range_sums": "lancet.summing.ranges"}
-__all__ = ["METHODS", "__version__", "range_sums"]
+_HOME = {
+    "Backend": "lancet.runtime.backend",
+    "Op": "lancet.graph.operations",
+    "assign_dw": "lancet.planner.weight_gradients",
+    "axes": "lancet.planner",
+    "best_ranges": "lancet.planner.partition",
+    "clip_grad_norm_": "lancet.moe.export",
+    "export": "lancet.moe.export",
+    "fuse": "lancet.planner.fusion",
+    "moe": "lancet",
+    "parallelize": "lancet.moe.experts",
+    "pipelined_s": "lancet.planner.pipeline",
+    "schedule": "lancet.planner.weight_gradients",
+    "simulate": "lancet.simulator",
+}
+__all__ = [
+    "Backend",
+    "Op",
+    "__version__",
+    "assign_dw",
+    "axes",
+    "best_ranges",
+    "clip_grad_norm_",
+    "export",
+    "fuse",
+    "moe",
+    "parallelize",
+    "pipelined_s",
+    "schedule",
+    "simulate",
+]
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'lancet' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME[name]), name)
+    home = _HOME[name]
+    if name in ("axes", "moe"):  # modules
+        return importlib.import_module(f"{home}.{name}")
+    return getattr(importlib.import_module(home), name)

@@ -156,7 +156,7 @@ class ExplainPlan(_PlanFile):
 
         plans = load_plans(self.plan)
         lines = [line for plan in plans for line in explain(plan)]
-        names = ("graph", "before_s", "makespan_s", "exposed_before_s", "exposed_s", "moved")
+        names = ("graph", "before_s", "makespan_s", "exposed_before_s", "exposed_s")
         record = {"plans": [{name: getattr(plan, name) for name in names} for plan in plans]}
         self.print_result(record, "\n".join(lines))
 

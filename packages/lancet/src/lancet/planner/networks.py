@@ -39,7 +39,9 @@ def scale_communication(ops: Iterable[Op], factor: float) -> list[Op]:
         ConfigError: the factor is negative or not finite.
     """
     if not (isfinite(factor) and factor >= 0):
-        raise ConfigError(f"expected a factor of 0 or more, got {factor}; 2 makes collectives slower")
+        raise ConfigError(
+            f"expected a factor of 0 or more, got {factor}; 2 makes collectives slower"
+        )
     return [op if op.kind == "compute" else replace(op, time_s=factor * op.time_s) for op in ops]
 
 
