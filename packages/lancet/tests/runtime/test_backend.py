@@ -127,6 +127,7 @@ def _both_orders(settings):
     """Gradients of the captured and of the planned order, after some steps."""
     gradients = []
     for dw in (False, True):
+        torch._dynamo.reset()
         group = Group.world()
         model = lancet.parallelize(make_model(**settings), group)
         backend = lancet.Backend(group, dw=dw, partition=None)

@@ -87,7 +87,8 @@ def capture(
             def boxed(arguments: list[Any]) -> Any:
                 return runner(arguments)
 
-            boxed._boxed_call = True  # AOTAutograd's mark of a function that empties its list
+            # AOTAutograd's mark of a function that empties its list.
+            vars(boxed)["_boxed_call"] = True
             return boxed
 
         return compile_graph

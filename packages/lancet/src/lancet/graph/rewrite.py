@@ -51,6 +51,7 @@ def merge_waits(graph: fx.Graph, group_name: str) -> None:
 
     The number of rows that an all-to-all returns is the sum of its sizes, for which nobody waits.
     """
+    start: Any
     for start in collectives(graph, group_name):
         with graph.inserting_after(start):
             wait = graph.call_function(_WAIT, (start,))
@@ -102,8 +103,8 @@ def average_outputs(graph: fx.Graph, positions: Iterable[int], size: int, group_
         size: number of ranks.
         group_name: name of the process group.
     """
-    output = graph.output_node()
-    results = list(output.args[0])
+    output: Any = graph.output_node()
+    results: list[fx.Node] = list(output.args[0])
     for position in positions:
         gradient = results[position]
         with graph.inserting_after(gradient):
@@ -117,7 +118,7 @@ def average_outputs(graph: fx.Graph, positions: Iterable[int], size: int, group_
         for node in (start, wait, mean):
             node.meta.update(val=gradient.meta.get("val"))
         results[position] = mean
-    output.args = (type(output.args[0])(results),)
+    output.args = (tuple(results),)
 
 
 def list_ops(graph: fx.Graph, group_name: str, time_s: Mapping[str, float]) -> list[Op]:

@@ -9,7 +9,8 @@ many rows arrive, so a compiler cannot capture it: `lancet.moe.dispatch` takes i
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import wraps
 from typing import Any
 
 import torch
@@ -18,9 +19,12 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
+from transformers import PreTrainedModel
+from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
 from lancet.moe.dispatch import Dispatch
 from lancet.moe.gradients import average_gradients, local_rows
+from lancet.moe.layer import ExpertLayers
 from shared.comms import Group, all_gather, broadcast
 from shared.errors import ConfigError
 from shared.kernels.digest import digest
@@ -57,17 +61,29 @@ def parallelize(model: nn.Module, group: Group) -> nn.Module:
     _equalize(model, group)
     for name, (module, weights) in layers.items():
         _divide(name, module, weights, group)
-    model.__dict__["_lancet_group"] = group
+    model.__dict__["lancet_group"] = group
 
-    def average(root: nn.Module, _arguments: Any) -> None:
-        # Parameters may be added or unfrozen later. A compiled graph averages by itself.
-        if not torch.compiler.is_compiling():
-            average_gradients(_list_replicated(root), group)
-
-    average(model, None)
-    model.register_forward_pre_hook(average)
+    for part in model.modules():
+        # transformers hooks outputs as routers' logits under a lock, which no compiler captures.
+        if isinstance(part, PreTrainedModel) and part.base_model is part:
+            maybe_install_capturing_hooks(part)
+    average_gradients(_list_replicated(model), group)
+    model.forward = _adopt_new_parameters(model, group)
     _watch_optimizers()
     return model
+
+
+def _adopt_new_parameters(model: nn.Module, group: Group) -> Callable[..., Any]:
+    """The model's forward, which also averages gradients of parameters added or unfrozen later."""
+    compute = model.forward
+
+    @wraps(compute)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():  # a compiled graph averages by itself
+            average_gradients(_list_replicated(model), group)
+        return compute(*args, **kwargs)
+
+    return forward
 
 
 def group_of(model: nn.Module) -> Group:
@@ -77,8 +93,8 @@ def group_of(model: nn.Module) -> Group:
         ConfigError: it has not been divided.
     """
     for module in model.modules():
-        if "_lancet_group" in module.__dict__:
-            return module.__dict__["_lancet_group"]
+        if "lancet_group" in module.__dict__:
+            return module.__dict__["lancet_group"]
     raise ConfigError(
         f"expected a model whose experts are divided over ranks, got a {type(model).__name__} that is "
         f"whole; call lancet.parallelize(model, group) first"
@@ -87,17 +103,13 @@ def group_of(model: nn.Module) -> Group:
 
 def _find_experts(model: nn.Module) -> dict[str, tuple[nn.Module, list[str]]]:
     """By name, each module of experts and the names of its weights that are stacked by expert."""
-    layers = {}
+    layers: dict[str, tuple[nn.Module, list[str]]] = {}
     for prefix, part in model.named_modules():
-        plan = part.__dict__.get("_ep_plan")
-        for name, module in part.named_modules() if plan and not layers else ():
-            if plan.get(_with_wildcards(name)) == "ep_dispatch_experts":
-                weights = [
-                    key
-                    for key, _ in module.named_parameters(recurse=False)
-                    if plan.get(_with_wildcards(f"{name}.{key}")) == "grouped_gemm"
-                ]
-                layers[f"{prefix}.{name}".removeprefix(".")] = module, weights
+        if isinstance(part, ExpertLayers):
+            layers[prefix] = part, [key for key, _ in part.named_parameters()]
+        elif isinstance(part, PreTrainedModel) and part.ep_plan:
+            for name, experts in _list_planned(part).items():
+                layers.setdefault(f"{prefix}.{name}".removeprefix("."), experts)
     if not layers:
         raise ConfigError(
             f"expected a model whose configuration names its experts (base_model_ep_plan with "
@@ -105,6 +117,23 @@ def _find_experts(model: nn.Module) -> dict[str, tuple[nn.Module, list[str]]]:
             f"other models"
         )
     return layers
+
+
+def _list_planned(model: PreTrainedModel) -> dict[str, tuple[nn.Module, list[str]]]:
+    """Experts that a transformers model's plan names; as `_find_experts`."""
+    plan = model.ep_plan
+    return {
+        name: (
+            module,
+            [
+                key
+                for key, _ in module.named_parameters(recurse=False)
+                if plan.get(_with_wildcards(f"{name}.{key}")) == "grouped_gemm"
+            ],
+        )
+        for name, module in model.named_modules()
+        if plan.get(_with_wildcards(name)) == "ep_dispatch_experts"
+    }
 
 
 def _with_wildcards(name: str) -> str:
