@@ -41,6 +41,7 @@ from gpu_hetero import hetero_rows
 from gpu_log_probs import log_probs_rows
 from gpu_matmul import weight_matmul_rows
 from gpu_report import benchmark_name, claim_run, render_gpu_report
+from gpu_route import route_rows
 from gpu_scaled_matmul import lowered_layer_rows, scaled_matmul_rows
 from gpu_steps import step_rows
 from history import append_history
@@ -378,6 +379,7 @@ def parts_of(device: str) -> dict[str, Callable[[], list[Any]]]:
             "attention": partial(attention_rows, device, 20, 2),
             "log-probs": partial(log_probs_rows, device, 20, 300, 2),
             "weight-matmul": partial(weight_matmul_rows, device, (70, 256), 2),
+            "route": partial(route_rows, device, 50, 2),
             "scaled-matmul": partial(scaled_matmul_rows, device, (24,), 2),
             "qsync": partial(lowered_layer_rows, device, 16, (16,), ("fp32", "bf16"), 2),
             "documents": partial(document_rows, device, 100, 2),
@@ -398,6 +400,7 @@ def parts_of(device: str) -> dict[str, Callable[[], list[Any]]]:
         "attention": partial(attention_rows, device, 200_000, 20),
         "log-probs": partial(log_probs_rows, device, 4_096, 151_936, 20),
         "weight-matmul": partial(weight_matmul_rows, device, (8_192, 28_672), 20),
+        "route": partial(route_rows, device, 1 << 16, 20),
         "scaled-matmul": partial(scaled_matmul_rows, device, (4_096, 8_192, 16_384), 20),
         "qsync": partial(
             lowered_layer_rows,

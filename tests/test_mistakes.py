@@ -13,7 +13,7 @@ import pytest
 
 PROGRAMS = {
     "adaqp": "adaqp", "bytecheckpoint": "bytecheckpoint", "diffusionpipe": "diffusionpipe",
-    "gnnflow": "gnnflow", "heta": "heta", "hybridflow": "hybridflow", "hydraulis": "hydraulis", "llmpq": "llmpq", "memo": "memo",
+    "gnnflow": "gnnflow", "heta": "heta", "hybridflow": "hybridflow", "hydraulis": "hydraulis", "lancet": "lancet", "llmpq": "llmpq", "memo": "memo",
     "mspipe": "mspipe", "qsync": "qsync", "swift": "meshyard-swift",
 }  # fmt: skip
 # A file of the user's by the package that reads it: its name, what it should hold, the command.
@@ -53,6 +53,7 @@ FILES = [
         "a cost",
         ["plan", "DIR/lengths.txt", "--ranks", "2", "--cap", "8", "--cost", "FILE"],
     ),
+    ("lancet", "plan.json", "a plan", ["explain", "FILE"]),
     (
         "llmpq",
         "prompts.jsonl",

@@ -184,6 +184,15 @@ MISTAKES: dict[str, list[Mistake]] = {
             "expected forward_s and backward_s of the same stages",
         ),
     ],
+    "lancet": [
+        ("PROG profile --build build", 1, "build: expected module:function or file.py:function"),
+        ("PROG profile --build nowhere.py:build", 1, "returns a model and a batch, got"),
+        ("PROG profile --biuld jobs.py:build", 2, "Unrecognized options"),
+        ("PROG explain nowhere.json", 1, "expected a plan, there is nothing"),
+        ("PROG explain events.csv", 1, "events.csv: expected a plan as JSON"),
+        ("PROG simulate nowhere.json --communication fast", 2, "Error parsing --communication"),
+        ("PROG plan nowhere.json --network 0", 1, "expected a plan, there is nothing"),
+    ],
     "qsync": [
         ("PROG plan --build build", 1, "build: expected module:function or file.py:function, got"),
         ("PROG plan --build nowhere.py:build", 1, "build: expected a function 'nowhere.py:build'"),

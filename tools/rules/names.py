@@ -88,11 +88,16 @@ EXPORTED_CLASHES = {
         "bytecheckpoint": "one save on one rank, from the copy in memory to the commit",
         "diffusionpipe": "a training: backbone, frozen functions, inputs and loss",
     },
+    "Layer": {
+        "hybridflow": "one layer of a decoder, a rank's shard of it",
+        "lancet": "a gate and its experts, which may lie on several ranks",
+    },
     "Mesh": {
         "hybridflow": "a worker group's ranks in training and in generation",
         "shared": "ranks as a box with named axes",
     },
     "Op": {
+        "lancet": "one operation of a training step, on one of two queues",
         "mspipe": "what a memory server is asked to do",
         "qsync": "one operator of a model",
     },

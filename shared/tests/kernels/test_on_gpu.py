@@ -17,6 +17,7 @@ from shared.kernels.gather import gather, scatter_add
 from shared.kernels.neighbors import relabel
 from shared.kernels.neighbors import sample as sample_neighbors
 from shared.kernels.quantize import dequantize, quantize
+from shared.kernels.route import route
 from shared.kernels.scaled_matmul import DTYPES, quantize_rows, scaled_matmul
 from shared.kernels.segment import CSR, aggregate, segment_max, spmm
 from shared.kernels.temporal import Adjacency, count_before, sample
@@ -336,3 +337,13 @@ def test_scaled_products_equal_the_cpus(rows, b_rows, columns, dtype):
     torch.testing.assert_close(scale, expected_scale, rtol=0, atol=0, equal_nan=True)
     tolerance = 1e-5 if dtype == torch.int8 else 2e-2
     torch.testing.assert_close(out, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+@pytest.mark.parametrize(("num_experts", "k"), [(64, 2), (513, 8)])
+def test_slots_of_tokens_are_those_of_numba(num_experts, k):
+    g = torch.Generator().manual_seed(7)
+    experts = torch.randint(0, num_experts, (100_003, k), generator=g)
+    used = torch.randint(0, 1000, (num_experts,), generator=g)
+    ours = route(experts.cuda(), num_experts, used.cuda())
+    for on_device, expected in zip(ours, route(experts, num_experts, used), strict=True):
+        assert torch.equal(on_device.cpu(), expected)

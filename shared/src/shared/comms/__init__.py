@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         scatter_v,
     )
     from shared.comms.courier import post_rounds
+    from shared.comms.exchange import PendingExchange, start_exchange
     from shared.comms.group import Group, ProcessGroup
     from shared.comms.init import init_from_env
     from shared.comms.launch import RankPool, RunResult
@@ -36,6 +37,7 @@ __all__ = [
     "LedgerSnapshot",
     "NetLab",
     "NetLabUnavailable",
+    "PendingExchange",
     "PendingRounds",
     "ProcessGroup",
     "RankPool",
@@ -55,6 +57,7 @@ __all__ = [
     "merge_all_reduce",
     "post_rounds",
     "scatter_v",
+    "start_exchange",
 ]
 
 _HOME = {
@@ -64,6 +67,8 @@ _HOME = {
     "Ledger": "ledger",
     "LedgerSnapshot": "ledger",
     "Traffic": "ledger",
+    "PendingExchange": "exchange",
+    "start_exchange": "exchange",
     "PendingRounds": "rounds",
     "Round": "rounds",
     "post_rounds": "courier",

@@ -19,7 +19,7 @@ from torch import Tensor
 from shared.comms.courier import post_rounds, run_rounds
 from shared.comms.group import Group
 from shared.comms.init import wait
-from shared.comms.rounds import PendingRounds, Round
+from shared.comms.rounds import PendingRounds, Round, ring_rounds
 from shared.errors import CommError, ConfigError
 
 __all__ = [
@@ -248,7 +248,7 @@ def all_gather_v(group: Group, tensor: Tensor) -> list[Tensor]:
     counts = all_gather(group, torch.tensor([len(tensor)], device=tensor.device))
     gathered = [tensor.new_empty((int(count), *tensor.shape[1:])) for count in counts]
     gathered[group.rank] = tensor
-    rounds = _ring(group, [tensor] * group.world_size, gathered)
+    rounds = ring_rounds(group, [tensor] * group.world_size, gathered)
     run_rounds(group, rounds, None, "all_gather_v", at_once=True)
     return gathered
 
@@ -370,7 +370,7 @@ def all_to_all_v(
                 f"all_to_all_v needs one tensor for each of {group.world_size} ranks in {name}, "
                 f"got {len(tensors)}"
             )
-    run_rounds(group, _ring(group, sends, recvs), phase, "all_to_all_v", at_once=True)
+    run_rounds(group, ring_rounds(group, sends, recvs), phase, "all_to_all_v", at_once=True)
     recvs[group.rank].copy_(sends[group.rank])
 
 
@@ -421,19 +421,6 @@ def _binomial_tree(size: int) -> Iterator[tuple[int, int]]:
     while reach < size:
         yield from ((rank, rank + reach) for rank in range(min(reach, size - reach)))
         reach *= 2
-
-
-def _ring(group: Group, sends: Sequence[Tensor], recvs: Sequence[Tensor]) -> list[Round]:
-    size, rank = group.world_size, group.rank
-    return [
-        Round(
-            send_to=(rank + shift) % size,
-            send=sends[(rank + shift) % size],
-            recv_from=(rank - shift) % size,
-            recv=recvs[(rank - shift) % size],
-        )
-        for shift in range(1, size)
-    ]
 
 
 def _send_only(peer: int, tensor: Tensor) -> Round:

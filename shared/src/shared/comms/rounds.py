@@ -14,7 +14,7 @@ from torch import Tensor
 from shared.comms.group import Group
 from shared.errors import CommError, ConfigError
 
-__all__ = ["PendingRounds", "Round", "RoundSchedule", "shorten"]
+__all__ = ["PendingRounds", "Round", "RoundSchedule", "ring_rounds", "shorten"]
 
 Payload = Tensor | Callable[[], Tensor | None] | None
 
@@ -145,6 +145,26 @@ class RoundSchedule:
             f"{ranks[peer]} died, hangs or disagrees on the message; look at its own output, or "
             f"raise the group's timeout ({self.group.timeout.total_seconds():g} s) if it is slow"
         )
+
+
+def ring_rounds(group: Group, sends: Sequence[Tensor], recvs: Sequence[Tensor]) -> list[Round]:
+    """The rounds in which every pair of ranks exchanges a tensor; none sends to itself.
+
+    Args:
+        group: group whose ranks take part.
+        sends: one contiguous tensor per rank, by rank in the group.
+        recvs: one contiguous tensor per rank, of the sizes that the peers send.
+    """
+    size, rank = group.world_size, group.rank
+    return [
+        Round(
+            send_to=(rank + shift) % size,
+            send=sends[(rank + shift) % size],
+            recv_from=(rank - shift) % size,
+            recv=recvs[(rank - shift) % size],
+        )
+        for shift in range(1, size)
+    ]
 
 
 def shorten(error: RuntimeError) -> str:

@@ -57,6 +57,7 @@ KERNELS = {
         "gather",
         "neighbors",
         "quantize",
+        "route",
         "row_adam",
         "scaled_matmul",
         "segment",

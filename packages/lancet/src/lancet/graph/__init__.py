@@ -1,0 +1,1 @@
+"""The training graph: its capture, its operations, and its rewriting."""

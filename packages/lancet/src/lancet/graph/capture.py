@@ -1,0 +1,116 @@
+"""Captures a model's forward and backward graphs with torch's AOTAutograd.
+
+Both come as graphs of aten operators whose collectives are torch's functional ones. `capture`
+rewrites them as planning needs them and hands each to a function that runs it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch._aot_autograd.descriptors import GradAOTOutput, PlainAOTInput
+from torch.distributed.tensor import DTensor
+from torch.utils.weak import TensorWeakRef
+
+from lancet.graph.rewrite import average_outputs, collectives, merge_waits, split_expert_gradients
+from shared.comms import Group
+
+__all__ = ["CapturedGraph", "capture"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CapturedGraph:
+    """A graph of one direction, rewritten for planning.
+
+    Attributes:
+        module: the graph with the constants that it reads.
+        direction: "forward", "backward" or "inference".
+        parameters: for each output that is the averaged gradient of a replicated parameter, by
+            position, that parameter and its name.
+    """
+
+    module: fx.GraphModule
+    direction: str
+    parameters: dict[int, tuple[str, TensorWeakRef]]
+
+    def digest(self) -> str:
+        """A digest of operators, arguments and shapes, equal on all ranks that run one program."""
+        lines = [
+            f"{node.format_node()} {node.args} {node.kwargs} {_shape(node)}"
+            for node in self.module.graph.nodes
+        ]
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _shape(node: fx.Node) -> str:
+    value = node.meta.get("val")
+    return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, torch.Tensor) else ""
+
+
+def capture(
+    module: fx.GraphModule,
+    inputs: Sequence[Any],
+    group: Group,
+    run: Callable[[CapturedGraph], Callable[[list[Any]], Any]],
+) -> Callable[..., Any]:
+    """Captures the graphs of a module that torch.compile has traced.
+
+    Args:
+        module: of Dynamo.
+        inputs: its example inputs.
+        group: ranks whose collectives are rewritten, and over which gradients are averaged.
+        run: returns a function that runs a graph; it takes its inputs as a list, which it empties.
+
+    Returns:
+        What a backend of torch.compile returns.
+    """
+    name = group.checked().group_name
+
+    def compiler(direction: str) -> Callable[[fx.GraphModule, Any], Any]:
+        def compile_graph(traced: fx.GraphModule, _examples: Any) -> Callable[[list[Any]], Any]:
+            graph = traced.graph
+            merge_waits(graph, name)
+            parameters: dict[int, tuple[str, TensorWeakRef]] = {}
+            if direction == "backward" and collectives(graph, name):
+                split_expert_gradients(graph)
+                parameters = _list_replicated(graph, module, inputs)
+                average_outputs(graph, parameters, group.world_size, name)
+            graph.lint()
+            runner = run(CapturedGraph(traced, direction, parameters))
+
+            def boxed(arguments: list[Any]) -> Any:
+                return runner(arguments)
+
+            # AOTAutograd's mark of a function that empties its list.
+            vars(boxed)["_boxed_call"] = True
+            return boxed
+
+        return compile_graph
+
+    backend = aot_autograd(
+        fw_compiler=compiler("forward"),
+        bw_compiler=compiler("backward"),
+        inference_compiler=compiler("inference"),
+    )
+    return backend(module, inputs)
+
+
+def _list_replicated(
+    graph: fx.Graph, module: fx.GraphModule, inputs: Sequence[Any]
+) -> dict[int, tuple[str, TensorWeakRef]]:
+    """Outputs of a backward graph that are gradients of parameters that each rank has whole."""
+    names = [node.name for node in module.graph.find_nodes(op="placeholder")]
+    parameters = {}
+    for position, description in enumerate(graph.output_node().meta["desc"]):
+        source = description.grad_of if isinstance(description, GradAOTOutput) else None
+        if isinstance(source, PlainAOTInput):
+            parameter = inputs[source.idx]
+            if isinstance(parameter, nn.Parameter) and not isinstance(parameter, DTensor):
+                parameters[position] = names[source.idx], TensorWeakRef(parameter)
+    return parameters

@@ -1,0 +1,229 @@
+"""The plan of one captured graph: the order of its operations and what it promises."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+
+from lancet.graph.operations import Op, OpGraph
+from lancet.planner.memory import KeptTensor, LiveBytes
+from lancet.planner.networks import scale_communication
+from lancet.planner.weight_gradients import Reordering, schedule
+from lancet.simulator import simulate
+from shared.errors import ConfigError, DataError
+from shared.files import read_json, write_atomically
+
+__all__ = ["Plan", "load_plans", "make_plan", "replan", "save_plans"]
+
+_FORMAT = 1
+# How often the slack is halved for an order that some rank has no memory for.
+_HALVINGS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """An order of a graph's operations, the same on all ranks.
+
+    Attributes:
+        graph: name of the graph.
+        digest: of the graph, as captured.
+        torch: version of torch that captured it.
+        ops: the operations in captured order, with the seconds that were planned with.
+        order: names of all operations in launch order.
+        before_s: replayed seconds of the captured order.
+        makespan_s: replayed seconds of this order.
+        exposed_before_s: replayed seconds of the captured order in which nothing is computed.
+        exposed_s: the same of this order.
+    """
+
+    graph: str
+    digest: str
+    torch: str
+    ops: tuple[Op, ...]
+    order: tuple[str, ...]
+    before_s: float
+    makespan_s: float
+    exposed_before_s: float
+    exposed_s: float
+
+    @property
+    def ordered_ops(self) -> tuple[Op, ...]:
+        """The operations in launch order."""
+        by_name = {op.name: op for op in self.ops}
+        return tuple(by_name[name] for name in self.order)
+
+    @property
+    def moved(self) -> dict[str, tuple[str, ...]]:
+        """For each collective, the operations launched after it that were captured before it."""
+        place = {op.name: number for number, op in enumerate(self.ops)}
+        kinds = {op.name: op.kind for op in self.ops}
+        rank = {name: number for number, name in enumerate(self.order)}
+        # An operation moved behind a collective: captured before it and launched after it, and
+        # listed with the last such collective.
+        moved: dict[str, list[str]] = {name: [] for name in self.order if kinds[name] != "compute"}
+        collectives = list(moved)
+        for name in self.order:
+            passed = [
+                other
+                for other in collectives
+                if kinds[name] == "compute"
+                and place[name] < place[other]
+                and rank[name] > rank[other]
+            ]
+            if passed:
+                moved[passed[-1]].append(name)
+        return {name: tuple(names) for name, names in moved.items()}
+
+    def to_json(self) -> str:
+        """The plan as JSON."""
+        return json.dumps({"format": _FORMAT, **asdict(self)})
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """The plan that `to_json` wrote.
+
+        Raises:
+            DataError: the text is no plan of this format.
+        """
+        values = json.loads(text)
+        expected = {"format", *(field.name for field in fields(cls))}
+        if values.get("format") != _FORMAT or set(values) != expected:
+            raise DataError(
+                f"expected a plan of format {_FORMAT} with {', '.join(sorted(expected))}, got "
+                f"format {values.get('format')!r} with {', '.join(sorted(values))}; plan again"
+            )
+        del values["format"]
+        ops = tuple(Op(**{**op, "after": tuple(op["after"])}) for op in values.pop("ops"))
+        return cls(ops=ops, order=tuple(values.pop("order")), **values)
+
+
+def make_plan(
+    graph: str,
+    digest: str,
+    torch_version: str,
+    ops: Sequence[Op],
+    tensors: Sequence[Sequence[KeptTensor]],
+    memory_bytes: int | None,
+) -> Plan:
+    """Plans the order of a graph's operations: weight gradients beside all-to-alls.
+
+    Sums over ranks are tried at their captured turns and behind all all-to-alls; of both, the order
+    that replays faster is taken.
+
+    Args:
+        graph: its name.
+        digest: of the graph.
+        torch_version: of the torch that captured it.
+        ops: in captured order.
+        tensors: of each rank.
+        memory_bytes: bytes by which each rank's peak may exceed that of the captured order; None for
+            no limit.
+    """
+    candidates = [
+        result
+        for variant in (ops, _sums_last(ops))
+        if (result := _schedule_within(variant, ops, tensors, memory_bytes)) is not None
+    ]
+    compute_s = sum(op.time_s for op in ops if op.kind == "compute")
+    before_s = simulate(ops).makespan_s
+    order, makespan_s = tuple(op.name for op in ops), before_s
+    for result in candidates:
+        if result.makespan_s < makespan_s:
+            order, makespan_s = result.order, result.makespan_s
+    return Plan(
+        graph=graph,
+        digest=digest,
+        torch=torch_version,
+        ops=tuple(ops),
+        order=order,
+        before_s=before_s,
+        makespan_s=makespan_s,
+        exposed_before_s=max(before_s - compute_s, 0.0),
+        exposed_s=max(makespan_s - compute_s, 0.0),
+    )
+
+
+def _schedule_within(
+    variant: Sequence[Op],
+    ops: Sequence[Op],
+    tensors: Sequence[Sequence[KeptTensor]],
+    memory_bytes: int | None,
+) -> Reordering | None:
+    """An order whose peak on each rank is within the limit; None if halving the slack finds none."""
+    if memory_bytes is None:
+        return schedule(variant)
+    graph = OpGraph(ops)
+    ranks = [LiveBytes(graph, rank_tensors) for rank_tensors in tensors]
+    captured = range(len(ops))
+    merged, slack_bytes = _merge(tensors), memory_bytes
+    for _ in range(_HALVINGS):
+        result = schedule(variant, tensors=merged, slack_bytes=slack_bytes)
+        order = [graph.index[name] for name in result.order]
+        excess_bytes = max(rank.peak_bytes(order) - rank.peak_bytes(captured) for rank in ranks)
+        if excess_bytes <= memory_bytes:
+            return result
+        slack_bytes //= 2
+    return None
+
+
+def _merge(tensors: Sequence[Sequence[KeptTensor]]) -> list[KeptTensor]:
+    """Each tensor with its bytes on the rank where it is largest.
+
+    A rank without rows has empty tensors, which it may take for views of one another.
+    """
+    merged: dict[tuple[str | None, int], KeptTensor] = {}
+    for rank_tensors in tensors:
+        num_made: Counter[str | None] = Counter()
+        for tensor in rank_tensors:
+            key = tensor.maker, num_made[tensor.maker]
+            num_made[tensor.maker] += 1
+            other = merged.get(key, tensor)
+            merged[key] = replace(
+                tensor,
+                num_bytes=max(tensor.num_bytes, other.num_bytes),
+                readers=tuple({*tensor.readers, *other.readers}),
+            )
+    return list(merged.values())
+
+
+def _sums_last(ops: Sequence[Op]) -> list[Op]:
+    late: set[str] = set()
+    for op in ops:
+        if op.kind == "all_reduce" or late.intersection(op.after):
+            late.add(op.name)
+    return sorted(ops, key=lambda op: op.name in late)
+
+
+def replan(plan: Plan, network: float) -> Plan:
+    """Plans the same operations for a network that is `network` times as fast, without a memory limit.
+
+    Raises:
+        ConfigError: the network's factor is not positive.
+    """
+    if not network > 0:
+        raise ConfigError(f"network: expected more than 0, got {network:g}; 2 is twice as fast")
+    ops = scale_communication(plan.ops, 1 / network)
+    return make_plan(plan.graph, plan.digest, plan.torch, ops, [], None)
+
+
+def save_plans(path: str | Path, plans: Iterable[Plan]) -> None:
+    """Writes plans as JSON, the file replaced at once."""
+    write_atomically(path, json.dumps({"plans": [json.loads(plan.to_json()) for plan in plans]}))
+
+
+def load_plans(path: str | Path) -> list[Plan]:
+    """Reads a file of `save_plans`.
+
+    Raises:
+        DataError: there is none, or it holds no plans of this format.
+    """
+    tree = read_json(path, "a plan")
+    if not isinstance(tree, dict) or not isinstance(tree.get("plans"), list):
+        raise DataError(
+            f"{path}: expected a plan of format {_FORMAT} with a list of plans, got other JSON; name a "
+            f"file of `lancet profile` or Backend.save_plan"
+        )
+    return [Plan.from_json(json.dumps(plan)) for plan in tree["plans"]]

@@ -1,0 +1,1 @@
+"""Running captured graphs on ranks: the backend, the executor, exchanges, checks."""

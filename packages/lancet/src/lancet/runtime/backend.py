@@ -1,0 +1,196 @@
+"""The backend of torch.compile that hides all-to-alls under a training step.
+
+After Lancet (arXiv 2404.19429): both graphs of the step are captured whole, their operations timed,
+and the backward graph's launched in an order that keeps computing while rows travel. In the first
+step each rank times its graphs; rank 0 plans with all ranks' times, and every rank takes its plan.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import torch
+from torch import fx
+
+from lancet.graph.capture import CapturedGraph, capture
+from lancet.graph.operations import Op
+from lancet.graph.rewrite import collectives
+from lancet.planner.memory import KeptTensor
+from lancet.planner.plan import Plan, make_plan, save_plans
+from lancet.report import GraphReport, Report
+from lancet.runtime.agreement import share_text, share_texts
+from lancet.runtime.executor import Executor
+from shared.comms import Group
+from shared.errors import ConfigError
+
+__all__ = ["Backend"]
+
+_log = logging.getLogger(__name__)
+
+
+class Backend:
+    """What `torch.compile(model, backend=..., fullgraph=True)` takes.
+
+    Args:
+        group: ranks over which `lancet.parallelize` has divided the experts.
+        dw: whether weight gradients are moved beside all-to-alls.
+        partition: number of parts of the batch, "auto", or None for a whole batch.
+        memory_bytes: bytes by which the plan may exceed the captured order's peak of saved tensors;
+            None for no limit.
+
+    Raises:
+        ConfigError: an argument is invalid.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        dw: bool = True,
+        partition: int | str | None = "auto",
+        memory_bytes: int | None = None,
+    ) -> None:
+        if partition not in (None, "auto", 1):
+            raise ConfigError(
+                f"partition: expected None or 'auto', which keep the batch whole, got {partition!r}; a "
+                f"batch cannot be cut into parts yet"
+            )
+        if memory_bytes is not None and memory_bytes < 0:
+            raise ConfigError(
+                f"memory_bytes: expected 0 or more, got {memory_bytes}; 0 keeps the captured order's "
+                f"peak, None sets no limit"
+            )
+        self._group = group
+        self._dw, self._memory_bytes = dw, memory_bytes
+        # Plans travel over connections of their own, so that no message of the model mixes with them.
+        self._control = Group.control(group.checked(), name="lancet")
+        self._executors: list[Executor] = []
+        self._plans: dict[str, str] = {}
+        self._warnings: list[str] = []
+        self._runs_captured = False
+
+    def backend_ctx_ctor(self) -> contextlib.AbstractContextManager[Any]:
+        """What torch.compile enters around each call: sizes of exchanges are data, and are captured."""
+        return torch._dynamo.config.patch(capture_scalar_outputs=True)
+
+    def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Captures a module that torch.compile has traced."""
+        return capture(module, inputs, self._group, self._add)
+
+    def save_plan(self, path: str | Path) -> None:
+        """Writes the plans of all graphs as JSON; they are the same on every rank."""
+        save_plans(path, self.plans.values())
+
+    @property
+    def plans(self) -> dict[str, Plan]:
+        """The plans by graph."""
+        return {name: Plan.from_json(text) for name, text in self._plans.items()}
+
+    def report(self) -> Report:
+        """What the graphs have done so far, on this rank."""
+        plans = self.plans
+        graphs = tuple(
+            GraphReport(
+                name=executor.name,
+                num_ops=len(executor.list_ops()),
+                num_runs=executor.num_runs,
+                plan=plans.get(executor.name),
+                captured_waits_s=executor.captured_waits_s,
+                waits_s=executor.waits_s,
+            )
+            for executor in self._executors
+        )
+        return Report(graphs=graphs, sentences=tuple(self._warnings))
+
+    def use_captured_order(self, is_captured: bool) -> None:
+        """Runs all graphs in captured order from now on, or as planned again: to compare the two."""
+        self._runs_captured = is_captured
+        for executor in self._executors:
+            executor.runs_captured = is_captured
+
+    def _add(self, captured: CapturedGraph) -> Callable[[list[Any]], Any]:
+        group_name = self._group.checked().group_name
+        if not collectives(captured.module.graph, group_name):
+            self._warn(
+                f"a {captured.direction} graph has no all-to-all over the group's ranks, and runs "
+                f"unchanged; call lancet.parallelize first, and compile the whole model"
+            )
+            return lambda arguments: captured.module.forward(*arguments)
+        name = f"{captured.direction} {len(self._executors)}"
+        # A graph that only some ranks compile later must not wait for the others' plans.
+        has_run = any(
+            executor.num_runs
+            for executor in self._executors
+            if executor.captured.direction == "backward"
+        )
+        plans = self._dw and captured.direction == "backward" and not has_run
+        executor = Executor(
+            captured, self._group, name, self._plan if plans else None, self._accept
+        )
+        executor.runs_captured = self._runs_captured
+        self._executors.append(executor)
+        return executor.run
+
+    def _plan(self, executor: Executor) -> Sequence[str] | None:
+        """Plans with the other ranks; None: in captured order."""
+        digest = executor.captured.digest()
+        tensors = [asdict(t) for t in executor.tensors] if self._memory_bytes is not None else []
+        own = json.dumps([digest, executor.time_s, tensors])
+        observed = [json.loads(text) for text in share_texts(self._control, own)]
+        digests = [rank_digest[:8] for rank_digest, _, _ in observed]
+        if len({*digests}) > 1:
+            self._warn(
+                f"{executor.name}: expected the same graph on all ranks, got the digests "
+                f"{', '.join(digests)}; it runs in captured order: give all ranks batches of one "
+                f"shape in the first step"
+            )
+            return None
+        text = None
+        if self._group.rank == 0:
+            times = [rank_times for _, rank_times, _ in observed]
+            ops = [_average(op, times) for op in executor.list_ops()]
+            kept = [
+                [_read_tensor(values) for values in rank_tensors] for *_, rank_tensors in observed
+            ]
+            text = make_plan(
+                executor.name, digest, torch.__version__, ops, kept, self._memory_bytes
+            ).to_json()
+        text = share_text(self._control, text)
+        self._plans[executor.name] = text
+        return Plan.from_json(text).order
+
+    def _accept(self, position: int | None) -> bool:
+        """Whether the planned order gave the captured order's bits on all ranks."""
+        positions = [json.loads(text) for text in share_texts(self._control, json.dumps(position))]
+        differing = [rank for rank, found in enumerate(positions) if found is not None]
+        if differing:
+            self._warn(
+                f"expected the captured order's bits from the planned one, got others on ranks "
+                f"{differing} (outputs {[positions[rank] for rank in differing]}); the captured order "
+                f"runs on: an operator of the model does not compute the same twice"
+            )
+        return not differing
+
+    def _warn(self, sentence: str) -> None:
+        self._warnings.append(sentence)
+        _log.warning("lancet: %s", sentence)
+
+
+def _read_tensor(values: dict[str, Any]) -> KeptTensor:
+    return KeptTensor(**{**values, "readers": tuple(values["readers"])})
+
+
+def _average(op: Op, times: Sequence[dict[str, float]]) -> Op:
+    """The operation with its seconds over all ranks.
+
+    A collective ends for all when the last rank has started it: the least of its times is that
+    without waiting for others.
+    """
+    seconds = [rank_times.get(op.name, 0.0) for rank_times in times]
+    return replace(op, time_s=mean(seconds) if op.kind == "compute" else min(seconds))

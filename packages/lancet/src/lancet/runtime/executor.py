@@ -1,0 +1,136 @@
+"""Runs a captured graph: first to time it and to compare a plan with the captured order, then by plan.
+
+The first run of a backward graph costs several: two node by node, to measure, one in captured order,
+and one in the planned order, whose results must be the same bits. Each sends the graph's messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.graph import _BoxedCodeGen
+
+from lancet.graph.capture import CapturedGraph
+from lancet.graph.operations import Op
+from lancet.graph.rewrite import is_repeatable, list_ops, reorder
+from lancet.moe.gradients import mark_averaged
+from lancet.planner.memory import KeptTensor
+from lancet.profiler import profile
+from lancet.runtime.exchange import Communication
+from lancet.runtime.verification import find_difference
+from shared.comms import Group
+
+__all__ = ["Executor"]
+
+
+class Executor:
+    """Runs one captured graph.
+
+    Args:
+        captured: the graph.
+        group: ranks that run it.
+        choose_order: given the graph's operations with their seconds on this rank, returns the order
+            for all ranks, or None for the captured one; called in the first run. None: not called.
+        accept: called after a run in the chosen order, with the position of the first output that
+            differs from that of the captured order, or None; returns whether all ranks keep the order.
+
+    Attributes:
+        captured: as given.
+        time_s: seconds of each node on this rank, after the first run.
+        tensors: memory that the graph's operators allocate on this rank, after the first run.
+        captured_waits_s: for each collective, seconds waited for it in captured order.
+        waits_s: the same in the last run.
+        num_runs: runs so far.
+        runs_captured: whether the captured order runs, though another one is planned.
+    """
+
+    def __init__(
+        self,
+        captured: CapturedGraph,
+        group: Group,
+        name: str,
+        choose_order: Callable[[Executor], Sequence[str] | None] | None,
+        accept: Callable[[int | None], bool],
+    ) -> None:
+        self.captured = captured
+        self.name = name
+        self._group_name = group.checked().group_name
+        self._communication = Communication(group, name)
+        self._choose_order, self._accept = choose_order, accept
+        self.time_s: dict[str, float] = {}
+        self.tensors: list[KeptTensor] = []
+        self.captured_waits_s: dict[str, float] = {}
+        self.num_runs = 0
+        self._node_by_node = self._build(None, boxed=False)
+        self._captured = self._build(None)
+        self._planned: fx.GraphModule | None = None
+        self.runs_captured = False
+
+    @property
+    def waits_s(self) -> dict[str, float]:
+        """For each collective, seconds waited for it in the last run."""
+        return dict(self._communication.waited_s)
+
+    def list_ops(self) -> list[Op]:
+        """The graph's operations with this rank's seconds."""
+        return list_ops(self.captured.module.graph, self._group_name, self.time_s)
+
+    def parameters(self) -> dict[str, Tensor]:
+        """Replicated parameters whose gradients the graph computes, by the graph's names for them."""
+        return {
+            name: parameter
+            for name, reference in self.captured.parameters.values()
+            if (parameter := reference()) is not None
+        }
+
+    @torch.no_grad()
+    def run(self, arguments: list[Any]) -> Any:
+        """Runs the graph on its inputs, a list that is emptied, and returns its outputs."""
+        self.num_runs += 1
+        captured, planned = self._captured, self._planned
+        module = captured if planned is None or self.runs_captured else planned
+        outputs = self._run_first(arguments) if self.num_runs == 1 else module(arguments)
+        for position, (_, reference) in self.captured.parameters.items():
+            parameter = reference()
+            if parameter is not None:
+                mark_averaged(outputs[position], parameter)
+        return outputs
+
+    def _run_first(self, arguments: list[Any]) -> Any:
+        if not self._is_repeatable():
+            outputs, observed = profile(self._node_by_node, arguments)
+            self.time_s = observed.time_s
+            return outputs
+        for _ in range(2):
+            _, observed = profile(self._node_by_node, list(arguments))
+            self.tensors = observed.tensors
+            self.time_s = {
+                name: min(seconds, self.time_s.get(name, seconds))
+                for name, seconds in observed.time_s.items()
+            }
+        order = self._choose_order(self)
+        if order is None:
+            outputs = self._captured(arguments)
+            self.captured_waits_s = self.waits_s
+            return outputs
+        outputs = self._captured(list(arguments))
+        self.captured_waits_s = self.waits_s
+        planned = self._build(order)
+        if self._accept(find_difference(outputs, planned(arguments))):
+            self._planned = planned
+        return outputs
+
+    def _is_repeatable(self) -> bool:
+        return self._choose_order is not None and is_repeatable(self.captured.module.graph)
+
+    def _build(self, order: Sequence[str] | None, *, boxed: bool = True) -> fx.GraphModule:
+        module = self.captured.module
+        names = [op.name for op in self.list_ops()] if order is None else order
+        graph = reorder(module.graph, self._group_name, names)
+        self._communication.insert(graph)
+        if boxed:
+            graph.set_codegen(_BoxedCodeGen())
+        return fx.GraphModule(module, graph)

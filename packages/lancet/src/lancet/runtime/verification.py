@@ -1,0 +1,60 @@
+"""Compares a graph's outputs in two orders, and replicated parameters on all ranks, bit for bit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lancet.runtime.agreement import share_texts
+from shared.comms import Group
+from shared.errors import DataError
+from shared.kernels.digest import digest
+
+__all__ = ["check_replicas", "find_difference"]
+
+
+def check_replicas(parameters: Mapping[str, Tensor], group: Group) -> None:
+    """Checks that the ranks hold the same parameters; each calls it at the same step.
+
+    Args:
+        parameters: replicated ones, by name.
+        group: a gloo group of the ranks, which exchange 64 bits each.
+
+    Raises:
+        DataError: a parameter differs; names it.
+        CommError: a rank died or the timeout passed.
+    """
+    if len({*share_texts(group, str(digest(parameters.values())))}) == 1:
+        return
+    own = {name: digest(tensor) for name, tensor in parameters.items()}
+    on_ranks = [json.loads(text) for text in share_texts(group, json.dumps(own))]
+    differing = [name for name in own if len({rank.get(name) for rank in on_ranks}) > 1]
+    raise DataError(
+        f"expected the same replicated parameters on all ranks, got others on some in "
+        f"{', '.join(differing[:3])} ({len(differing)} in all); change gradients and parameters the "
+        f"same way on every rank, and clip with lancet.clip_grad_norm_"
+    )
+
+
+def find_difference(expected: Sequence[Any], outputs: Sequence[Any]) -> int | None:
+    """Position of the first output whose bits differ, None if all are equal; NaNs compare as bits."""
+    for position, (one, other) in enumerate(zip(expected, outputs, strict=True)):
+        if not _equal(one, other):
+            return position
+    return None
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if not isinstance(one, Tensor):
+        return one == other
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return torch.equal(_bits(one), _bits(other))
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
