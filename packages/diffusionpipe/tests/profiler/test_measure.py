@@ -136,6 +136,15 @@ def test_sizes_default_to_parts_of_the_batch_and_are_checked(clock):
             dp.profile(job, batch, sizes=sizes)
 
 
+def test_a_batch_of_one_sample_is_checked_too(clock):
+    job = _waiting_job(clock)
+    dropped = dp.Job(
+        job.backbone, {"wide": lambda b: b["x"].double().bernoulli()}, job.inputs, job.loss
+    )
+    with pytest.raises(ConfigError, match="expected the same values of the same rows"):
+        dp.profile(dropped, {"x": torch.full((1, 4), 0.5)}, repeats=1)
+
+
 def test_weights_and_gradients_are_left_as_they_were(clock):
     job = _waiting_job(clock)
     before = copy.deepcopy({n: p.detach() for n, p in job.trained.items()})

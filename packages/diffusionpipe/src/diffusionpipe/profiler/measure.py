@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from diffusionpipe.job.batches import Batch, count_rows, flatten, take_rows
+from diffusionpipe.job.batches import Batch, count_rows, flatten, take_rows, take_two
 from diffusionpipe.job.chain import Chain
 from diffusionpipe.job.checks.rows import find_parameters
 from diffusionpipe.job.draws import Draw
@@ -35,8 +35,6 @@ __all__ = ["profile"]
 
 Result = TypeVar("Result")
 
-# Samples that tables of bytes are measured with; the first may have costs of its own.
-_BYTES_ROWS = 2
 # Runs of each size; their median leaves out a first run that allocates or chooses algorithms.
 _REPEATS = 3
 # Bytes of parameters, or a parameter more, of the optimizer's timed step.
@@ -70,10 +68,10 @@ def profile(
             f"sizes: expected numbers of samples from 1 to {num_samples}, got {list(sizes)}; do "
             "hand over a larger batch or choose smaller sizes"
         )
-    num_rows = min(_BYTES_ROWS, num_samples)
-    few, draw = take_rows(batch, range(num_rows)), Draw(0, 0, range(num_rows))
-    if num_rows > 1:
-        job.check(few)
+    # The first row may have costs of its own.
+    num_rows = 2
+    few, draw = take_two(batch), Draw(0, 0, range(num_rows))
+    job.check(few)
     device = _find_device(job)
     timings = [_time_size(job, take_rows(batch, range(size)), repeats, device) for size in sizes]
     outputs = {component: job.encode(component, few, draw) for component in job.components}
