@@ -16,7 +16,7 @@ MODULES = (
 """What all ranks import, here once for all of them."""
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")
 def pool():
     from shared.comms import RankPool
 

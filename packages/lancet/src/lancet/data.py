@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -38,6 +38,7 @@ def build_qwen3_moe(
     """
     from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
+    sizes: dict[str, Any] = {"head_dim": 32}  # which its signature does not name
     config = Qwen3MoeConfig(
         vocab_size=_VOCABULARY,
         hidden_size=hidden_size,
@@ -45,13 +46,13 @@ def build_qwen3_moe(
         num_hidden_layers=num_layers,
         num_attention_heads=hidden_size // 32,
         num_key_value_heads=hidden_size // 32,
-        head_dim=32,
         num_experts=num_experts,
         num_experts_per_tok=2,
         moe_intermediate_size=expert_width,
         norm_topk_prob=True,
         use_cache=False,
         output_router_logits=False,
+        **sizes,
     )
     torch.manual_seed(seed)
     return AutoModelForCausalLM.from_config(config)

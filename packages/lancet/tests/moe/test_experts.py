@@ -2,10 +2,11 @@
 
 import copy
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
-from models import (
+from lancet_models import (
     largest_difference,
     make_batch,
     make_model,
@@ -42,6 +43,7 @@ def test_training_equals_one_process(pool, family, settings):
         assert largest_difference(weights, expected) < 2e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [1, 4])
 def test_training_equals_one_process_on_other_numbers_of_ranks(num_ranks):
     with RankPool(num_ranks, timeout=timedelta(seconds=100)) as pool:
@@ -163,7 +165,7 @@ def _refuse_dense():
 
 def _refuse_quantised():
     model = make_model()
-    experts = model.get_submodule("model.layers.1.mlp.experts")
+    experts: Any = model.get_submodule("model.layers.1.mlp.experts")
     whole = experts.down_proj.detach()
     experts.down_proj = torch.nn.Parameter(whole.to(torch.int8), requires_grad=False)
     with pytest.raises(ConfigError, match=r"layers\.1\.mlp\.experts\.down_proj.*quantisation"):

@@ -182,6 +182,7 @@ def compare_with_one_process(gate: str) -> None:
         torch.testing.assert_close(gradient, mean, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gate", ["top_k", "expert_choice"])
 def test_experts_over_two_ranks_give_what_one_process_gives(pool, gate):
     pool.run(compare_with_one_process, gate)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from models import (
+from lancet_models import (
     largest_difference,
     make_batch,
     make_model,

@@ -183,7 +183,8 @@ class Backend:
 
 
 def _read_tensor(values: dict[str, Any]) -> KeptTensor:
-    return KeptTensor(**{**values, "readers": tuple(values["readers"])})
+    readers = tuple(values.pop("readers"))
+    return KeptTensor(readers=readers, **values)
 
 
 def _average(op: Op, times: Sequence[dict[str, float]]) -> Op:

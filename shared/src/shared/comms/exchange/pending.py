@@ -132,7 +132,8 @@ class CollectiveExchange(PendingExchange):
 
     def _wait(self) -> None:
         try:
-            self._work.wait()
+            if self._work is not None:  # None only outside of a group
+                self._work.wait()
         except RuntimeError as error:
             raise self._failure(error) from error
 
