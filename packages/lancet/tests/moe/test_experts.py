@@ -69,6 +69,27 @@ def test_gradients_accumulate(pool):
         assert largest_difference(gradients, whole_gradients(model)) < 2e-6
 
 
+def _copy():
+    group = Group.world()
+    model = lancet.parallelize(make_model(), group)
+    twin = copy.deepcopy(model)
+    batch = make_batch(0).chunk(group.world_size)[group.rank]
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.zero_()
+    twin(input_ids=batch, labels=batch).loss.backward()
+    assert not whole_gradients(model)
+    return whole_gradients(twin)
+
+
+def test_a_copy_trains_its_own_experts(pool):
+    model = make_model()
+    batch = make_batch(0)
+    model(input_ids=batch, labels=batch).loss.backward()
+    for gradients in pool.run(_copy).results:
+        assert largest_difference(gradients, whole_gradients(model)) < 2e-6
+
+
 def _freeze_and_unfreeze():
     group = Group.world()
     model = make_model()

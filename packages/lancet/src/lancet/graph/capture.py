@@ -15,10 +15,18 @@ import torch
 from torch import fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.descriptors import GradAOTOutput, PlainAOTInput
+from torch._functorch.partitioners import default_partition
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.weak import TensorWeakRef
 
-from lancet.graph.rewrite import average_outputs, collectives, merge_waits, split_expert_gradients
+from lancet.graph.rewrite import (
+    average_outputs,
+    collectives,
+    is_random,
+    merge_waits,
+    split_expert_gradients,
+)
 from shared.comms import Group
 
 __all__ = ["CapturedGraph", "capture"]
@@ -97,8 +105,23 @@ def capture(
         fw_compiler=compiler("forward"),
         bw_compiler=compiler("backward"),
         inference_compiler=compiler("inference"),
+        partition_fn=_partition,
     )
     return backend(module, inputs)
+
+
+def _partition(joint: fx.GraphModule, inputs: Any, **settings: Any) -> Any:
+    """Parts the joint graph in forward and backward: all is saved, except in checkpointed layers.
+
+    There, what random operators return is saved too: torch would draw it again from a saved state,
+    which it confuses with DTensors' meshes, and whose graph must not run twice. Attention counts as
+    random even without dropout.
+    """
+    for node in joint.graph.nodes:
+        if "recompute" in node.meta and is_random(node):
+            for saved in (node, *node.users):
+                saved.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    return default_partition(joint, inputs, **settings)
 
 
 def _list_replicated(

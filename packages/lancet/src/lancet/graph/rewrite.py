@@ -21,6 +21,7 @@ from lancet.graph.operations import Kind, Op
 __all__ = [
     "average_outputs",
     "collectives",
+    "is_random",
     "is_repeatable",
     "list_ops",
     "merge_waits",
@@ -150,7 +151,7 @@ def list_ops(graph: fx.Graph, group_name: str, time_s: Mapping[str, float]) -> l
             after.append(fence)
         if _writes(node):
             after, fence = [op.name for op in ops], node.name
-        if _is_random(node):
+        if is_random(node):
             after += [last_random] if last_random else []
             last_random = node.name
         ops.append(
@@ -190,7 +191,7 @@ def reorder(graph: fx.Graph, group_name: str, order: Iterable[str]) -> fx.Graph:
 
 def is_repeatable(graph: fx.Graph) -> bool:
     """Whether running the graph twice changes nothing: it draws no numbers and writes to no input."""
-    return not any(_writes(node) or _is_random(node) for node in graph.nodes)
+    return not any(_writes(node) or is_random(node) for node in graph.nodes)
 
 
 def _is_wait(node: fx.Node, kinds: Mapping[fx.Node, Kind]) -> bool:
@@ -202,7 +203,8 @@ def _writes(node: fx.Node) -> bool:
     return schema is not None and schema.is_mutable
 
 
-def _is_random(node: fx.Node) -> bool:
+def is_random(node: fx.Node) -> bool:
+    """Whether an operator may draw random numbers."""
     tags = getattr(node.target, "tags", ())
     return torch.Tag.nondeterministic_seeded in tags or isinstance(
         node.target, torch._ops.HigherOrderOperator

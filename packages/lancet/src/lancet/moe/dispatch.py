@@ -53,6 +53,10 @@ class Dispatch:
     def __init__(self, group: Group, num_local_experts: int, name: str) -> None:
         self._group, self._num_local, self._name = group, num_local_experts, name
 
+    def __deepcopy__(self, _memo: Any) -> Dispatch:
+        """The same: copies of a model share its ranks."""
+        return self
+
     def send(self, hidden: Tensor, expert_ids: Tensor) -> Rows:
         """Sends each token [num_tokens, hidden] to the ranks of its experts [num_tokens, k].
 

@@ -9,8 +9,8 @@ many rows arrive, so a compiler cannot capture it: `lancet.moe.dispatch` takes i
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from functools import wraps
+from collections.abc import Iterator
+from functools import update_wrapper
 from typing import Any
 
 import torch
@@ -31,6 +31,8 @@ from shared.kernels.digest import digest
 
 __all__ = ["group_of", "parallelize"]
 
+# By name of the process group, the ranks over which experts have been divided.
+_groups: dict[str, Group] = {}
 # The whole weights whose rows have replaced them; an optimizer that still has one trains nothing.
 _replaced = WeakTensorKeyDictionary()
 
@@ -61,29 +63,29 @@ def parallelize(model: nn.Module, group: Group) -> nn.Module:
     _equalize(model, group)
     for name, (module, weights) in layers.items():
         _divide(name, module, weights, group)
-    model.__dict__["lancet_group"] = group
-
+    _groups[group.checked().group_name] = group
     for part in model.modules():
         # transformers hooks outputs as routers' logits under a lock, which no compiler captures.
         if isinstance(part, PreTrainedModel) and part.base_model is part:
             maybe_install_capturing_hooks(part)
     average_gradients(_list_replicated(model), group)
-    model.forward = _adopt_new_parameters(model, group)
+    model.forward = _AveragedForward(model)
     _watch_optimizers()
     return model
 
 
-def _adopt_new_parameters(model: nn.Module, group: Group) -> Callable[..., Any]:
-    """The model's forward, which also averages gradients of parameters added or unfrozen later."""
-    compute = model.forward
+class _AveragedForward:
+    """A model's forward, which also averages gradients of parameters added or unfrozen later."""
 
-    @wraps(compute)
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def __init__(self, model: nn.Module) -> None:
+        # A copy of the model copies these along: its forward runs the copy.
+        self._model, self._compute = model, model.forward
+        update_wrapper(self, self._compute)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():  # a compiled graph averages by itself
-            average_gradients(_list_replicated(model), group)
-        return compute(*args, **kwargs)
-
-    return forward
+            average_gradients(_list_replicated(self._model), group_of(self._model))
+        return self._compute(*args, **kwargs)
 
 
 def group_of(model: nn.Module) -> Group:
@@ -92,9 +94,11 @@ def group_of(model: nn.Module) -> Group:
     Raises:
         ConfigError: it has not been divided.
     """
-    for module in model.modules():
-        if "lancet_group" in module.__dict__:
-            return module.__dict__["lancet_group"]
+    for weight in model.parameters():
+        if isinstance(weight, DTensor):
+            name = weight.device_mesh.get_group().group_name
+            if name in _groups:
+                return _groups[name]
     raise ConfigError(
         f"expected a model whose experts are divided over ranks, got a {type(model).__name__} that is "
         f"whole; call lancet.parallelize(model, group) first"
@@ -191,23 +195,37 @@ def _divide(name: str, module: Any, weights: list[str], group: Group) -> None:
         setattr(module, key, part)
         _replaced[whole] = f"{name}.{key}"
     module.num_experts = num_local
-    compute, dispatch = module.forward, Dispatch(group, num_local, name)
+    module.forward = _DividedForward(module, weights, Dispatch(group, num_local, name), size)
 
-    def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        rows = dispatch.send(hidden_states, top_k_index)
+
+class _DividedForward:
+    """The forward of experts that are divided over ranks."""
+
+    def __init__(
+        self, module: nn.Module, weights: list[str], dispatch: Dispatch, world_size: int
+    ) -> None:
+        self._dispatch = dispatch
+        # The module as its own forward sees it: with this rank's rows in place of DTensors. A
+        # compiler captures no change of the module itself inside a checkpointed layer.
+        kind = type(module)
+        view = object.__new__(type(kind.__name__, (kind,), _read_rows(weights, world_size)))
+        object.__setattr__(view, "__dict__", module.__dict__)
+        self._view, self._compute = view, kind.forward
+
+    def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        rows = self._dispatch.send(hidden_states, top_k_index)
         ids = rows.expert_ids.unsqueeze(-1)
-        parts = {key: module._parameters[key] for key in weights}
-        for key, part in parts.items():
-            module._parameters[key] = local_rows(part, size)
-        try:
-            # Weights of the choices are applied where the tokens come from.
-            results = compute(rows.values, ids, torch.ones_like(ids, dtype=rows.values.dtype))
-        finally:
-            for key, part in parts.items():
-                module._parameters[key] = part
-        return dispatch.bring_back(results, rows, top_k_weights).to(hidden_states.dtype)
+        # Weights of the choices are applied where the tokens come from.
+        ones = torch.ones_like(ids, dtype=rows.values.dtype)
+        results = self._compute(self._view, rows.values, ids, ones)
+        return self._dispatch.bring_back(results, rows, top_k_weights).to(hidden_states.dtype)
 
-    module.forward = forward
+
+def _read_rows(weights: list[str], world_size: int) -> dict[str, property]:
+    def make(key: str) -> property:
+        return property(lambda module: local_rows(module._parameters[key], world_size))
+
+    return {key: make(key) for key in weights}
 
 
 def _watch_optimizers() -> None:
