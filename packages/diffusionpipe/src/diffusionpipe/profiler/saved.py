@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -71,7 +71,7 @@ class _LiveStorages(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._live: dict[StorageWeakRef, int] = {}
+        self._live: WeakKeyDictionary[torch.UntypedStorage, int] = WeakKeyDictionary()
         self.peak_bytes = 0
 
     def __torch_dispatch__(
@@ -79,15 +79,13 @@ class _LiveStorages(TorchDispatchMode):
     ) -> Any:
         results = func(*args, **(kwargs or {}))
         # Views of weights and of inputs are nothing new.
-        old = _list_storages((args, kwargs))
-        # First without what was freed, whose address may belong to a new storage.
-        self._live = {ref: size for ref, size in self._live.items() if not ref.expired()}
-        self._live |= {ref: size for ref, size in _list_storages(results).items() if ref not in old}
+        old = {id(storage) for storage in _list_storages((args, kwargs))}
+        for storage in _list_storages(results):
+            if id(storage) not in old:
+                self._live[storage] = storage.nbytes()
         self.peak_bytes = max(self.peak_bytes, sum(self._live.values()))
         return results
 
 
-def _list_storages(tree: Any) -> dict[StorageWeakRef, int]:
-    """Bytes of the storages of all tensors in a tree."""
-    storages = [leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
-    return {StorageWeakRef(storage): storage.nbytes() for storage in storages}
+def _list_storages(tree: Any) -> list[torch.UntypedStorage]:
+    return [leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
