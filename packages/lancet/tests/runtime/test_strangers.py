@@ -4,7 +4,7 @@ import contextlib
 
 import pytest
 import torch
-from models import largest_difference, make_batch, make_model, whole_gradients
+from models import FAMILIES, largest_difference, make_batch, make_model, whole_gradients
 
 import lancet
 from shared.comms import Group
@@ -15,6 +15,7 @@ NUM_RANKS = 2
 SETTINGS = {
     "aux loss": {"output_router_logits": True, "router_aux_loss_coef": 0.1},
     "tied": {"tie_word_embeddings": True},
+    **{family: {"family": family} for family in FAMILIES},
     "dense layer": {"num_hidden_layers": 2, "mlp_only_layers": [0]},
 }
 
@@ -106,6 +107,7 @@ def _run_alone(case):
         ("adapters", 2e-6),
         ("autocast", 3e-2),
         ("bfloat16", 3e-2),
+        *((family, 2e-6) for family in FAMILIES),
     ],
 )
 def test_compiled_gradients_are_those_of_the_mean_loss(pool, case, tolerance):
