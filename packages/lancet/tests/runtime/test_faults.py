@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import pytest
 import torch
-from models import largest_difference, make_batch, make_model, whole_gradients
+from models import MODULES, largest_difference, make_batch, make_model, whole_gradients
 
 import lancet
 from lancet.runtime.verification import check_replicas, find_difference
@@ -65,7 +65,7 @@ def _kill(is_compiled):
 def test_a_rank_that_dies_in_an_exchange_is_named(is_compiled):
     with (
         pytest.raises(RankFailure) as caught,
-        RankPool(2, timeout=timedelta(minutes=5)) as pool,
+        RankPool(2, timeout=timedelta(minutes=5), modules=MODULES) as pool,
     ):
         pool.run(_kill, is_compiled)
     text = str(caught.value)

@@ -63,7 +63,8 @@ def merge_waits(graph: fx.Graph, group_name: str) -> None:
         start.replace_all_uses_with(wait, delete_user_cb=lambda user, wait=wait: user is not wait)
         for user in list(wait.users):
             if user.target is torch.ops.aten.sym_size.int and user.args[1] == 0:
-                _replace_by_sum(graph, user, start.args[1])
+                sizes: Any = start.args[1]
+                _replace_by_sum(graph, user, sizes)
 
 
 def _replace_by_sum(graph: fx.Graph, node: fx.Node, sizes: Sequence[Any]) -> None:

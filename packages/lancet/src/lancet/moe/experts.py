@@ -185,7 +185,7 @@ def _equalize(model: nn.Module, group: Group) -> None:
             broadcast(group, tensor.detach(), 0)
 
 
-def _divide(name: str, module: nn.Module, weights: list[str], group: Group) -> None:
+def _divide(name: str, module: Any, weights: list[str], group: Group) -> None:
     size = group.world_size
     num_local = module.num_experts // size
     for key in weights:

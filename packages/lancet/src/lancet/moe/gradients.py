@@ -44,7 +44,8 @@ def average_gradients(parameters: Iterable[nn.Parameter], group: Group) -> None:
 def mark_averaged(gradient: Tensor, parameter: nn.Parameter) -> None:
     """Marks a gradient that a compiled graph has averaged, before it reaches its parameter."""
     if parameter in _hooks:
-        gradient.averaged_version = gradient._version
+        marked: Any = gradient
+        marked.averaged_version = gradient._version
         _averaged[parameter] = True
 
 

@@ -96,7 +96,9 @@ class Plan:
                 f"format {values.get('format')!r} with {', '.join(sorted(values))}; plan again"
             )
         del values["format"]
-        ops = tuple(Op(**{**op, "after": tuple(op["after"])}) for op in values.pop("ops"))
+        ops = tuple(
+            Op(op["name"], op["kind"], op["time_s"], tuple(op["after"])) for op in values.pop("ops")
+        )
         return cls(ops=ops, order=tuple(values.pop("order")), **values)
 
 

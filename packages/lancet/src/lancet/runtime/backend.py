@@ -204,7 +204,12 @@ class Backend:
 
 
 def _read_tensor(values: dict[str, Any]) -> KeptTensor:
-    return KeptTensor(**{**values, "readers": tuple(values["readers"])})
+    return KeptTensor(
+        num_bytes=values["num_bytes"],
+        maker=values["maker"],
+        readers=tuple(values["readers"]),
+        is_kept=values["is_kept"],
+    )
 
 
 def _average(op: Op, times: Sequence[dict[str, float]]) -> Op:

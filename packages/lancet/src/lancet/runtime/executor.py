@@ -104,7 +104,8 @@ class Executor:
         return outputs
 
     def _run_first(self, arguments: list[Any]) -> Any:
-        if not self._is_repeatable():
+        choose_order = self._choose_order
+        if choose_order is None or not is_repeatable(self.captured.module.graph):
             outputs, observed = profile(self._node_by_node, arguments)
             self.time_s = observed.time_s
             return outputs
@@ -115,7 +116,7 @@ class Executor:
                 name: min(seconds, self.time_s.get(name, seconds))
                 for name, seconds in observed.time_s.items()
             }
-        order = self._choose_order(self)
+        order = choose_order(self)
         if order is None:
             outputs = self._captured(arguments)
             self.captured_waits_s = self.waits_s
@@ -126,9 +127,6 @@ class Executor:
         if self._accept(find_difference(outputs, planned(arguments))):
             self._planned = planned
         return outputs
-
-    def _is_repeatable(self) -> bool:
-        return self._choose_order is not None and is_repeatable(self.captured.module.graph)
 
     def _build(self, order: Sequence[str] | None, *, boxed: bool = True) -> fx.GraphModule:
         module = self.captured.module
