@@ -8,16 +8,11 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-MODULES = (
-    "transformers.models.qwen3_moe.modeling_qwen3_moe",
-    "transformers.models.mixtral.modeling_mixtral",
-    "torch.distributed.tensor",
-)
-"""What all ranks import, here once for all of them."""
-
 
 @pytest.fixture(scope="session")
 def pool():
+    from lancet_models import MODULES
+
     from shared.comms import RankPool
 
     with RankPool(2, timeout=timedelta(minutes=5), modules=MODULES) as ranks:

@@ -6,6 +6,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+MODULES = (
+    "transformers.models.qwen3_moe.modeling_qwen3_moe",
+    "transformers.models.mixtral.modeling_mixtral",
+    "torch.distributed.tensor",
+)
+"""What all ranks import, in one process for all of them."""
 VOCABULARY, LENGTH = 96, 12
 
 _SIZES: dict[str, Any] = {
@@ -20,15 +26,51 @@ _SIZES: dict[str, Any] = {
 }
 
 
-def make_config(family: str = "qwen3", **settings: Any) -> Any:
-    """The configuration of a two-layer model with 8 experts, of which each token takes 2."""
-    from transformers import MixtralConfig, Qwen3MoeConfig
+# What each family calls its sizes; all have 8 experts, of which each token takes 2.
+_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3": (
+        "Qwen3MoeConfig",
+        {"moe_intermediate_size": 24, "num_experts": 8, "norm_topk_prob": True},
+    ),
+    "qwen2": (
+        "Qwen2MoeConfig",
+        {
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 24,
+            "num_experts": 8,
+            "decoder_sparse_step": 1,
+        },
+    ),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 8}),
+    "olmoe": ("OlmoeConfig", {"num_experts": 8}),
+    "gpt_oss": ("GptOssConfig", {"num_local_experts": 8}),
+    "deepseek": (
+        "DeepseekV3Config",
+        {
+            "moe_intermediate_size": 24,
+            "n_routed_experts": 8,
+            "n_group": 2,
+            "topk_group": 1,
+            "first_k_dense_replace": 0,
+            "num_key_value_heads": 4,
+            "kv_lora_rank": 16,
+            "q_lora_rank": 16,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 8,
+        },
+    ),
+}
+FAMILIES = tuple(_FAMILIES)
 
-    moe = {"num_experts_per_tok": 2, "output_router_logits": False}
-    if family == "mixtral":
-        return MixtralConfig(**{**_SIZES, **moe, "num_local_experts": 8, **settings})
-    sizes = {"moe_intermediate_size": 24, "num_experts": 8, "norm_topk_prob": True}
-    return Qwen3MoeConfig(**{**_SIZES, **moe, **sizes, **settings})
+
+def make_config(family: str = "qwen3", **settings: Any) -> Any:
+    """The configuration of a model of two layers with 8 experts, of which each token takes 2."""
+    import transformers
+
+    name, sizes = _FAMILIES[family]
+    common = {**_SIZES, "num_experts_per_tok": 2, "output_router_logits": False}
+    return getattr(transformers, name)(**{**common, **sizes, **settings})
 
 
 def make_model(family: str = "qwen3", **settings: Any) -> nn.Module:

@@ -77,15 +77,21 @@ class Report:
     Attributes:
         graphs: in the order of their capture.
         sentences: what the backend could not do, and why.
+        replica_check_s: seconds of the last comparison of replicated parameters over the ranks; 0
+            before the first.
     """
 
     graphs: tuple[GraphReport, ...]
     sentences: tuple[str, ...] = field(default=())
+    replica_check_s: float = 0.0
 
     def __str__(self) -> str:
-        return "\n".join(
-            [*self.sentences, *(line for graph in self.graphs for line in graph.lines())]
-        )
+        lines = [*self.sentences, *(line for graph in self.graphs for line in graph.lines())]
+        if self.replica_check_s:
+            lines.append(
+                f"the last comparison of parameters over ranks took {format_s(self.replica_check_s)}"
+            )
+        return "\n".join(lines)
 
     @property
     def exposed_before_s(self) -> float:

@@ -1,11 +1,10 @@
 """What users bring to a compiled step: each case gives the gradient of the mean of the ranks' losses."""
 
 import contextlib
-from typing import Any
 
 import pytest
 import torch
-from lancet_models import largest_difference, make_batch, make_model, whole_gradients
+from lancet_models import FAMILIES, largest_difference, make_batch, make_model, whole_gradients
 
 import lancet
 from shared.comms import Group
@@ -16,6 +15,7 @@ NUM_RANKS = 2
 SETTINGS = {
     "aux loss": {"output_router_logits": True, "router_aux_loss_coef": 0.1},
     "tied": {"tie_word_embeddings": True},
+    **{family: {"family": family} for family in FAMILIES},
     "dense layer": {"num_hidden_layers": 2, "mlp_only_layers": [0]},
 }
 
@@ -31,8 +31,7 @@ def _prepare(case):
         with torch.no_grad():
             model.get_parameter("model.layers.0.mlp.gate.weight").zero_()
     if case == "checkpointing":
-        enable: Any = model.gradient_checkpointing_enable
-        enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if case == "adapters":
         from peft import LoraConfig, get_peft_model
 
@@ -108,6 +107,7 @@ def _run_alone(case):
         ("adapters", 2e-6),
         ("autocast", 3e-2),
         ("bfloat16", 3e-2),
+        *((family, 2e-6) for family in FAMILIES),
     ],
 )
 def test_compiled_gradients_are_those_of_the_mean_loss(pool, case, tolerance):

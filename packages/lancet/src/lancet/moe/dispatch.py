@@ -69,8 +69,8 @@ class Dispatch:
         inverse[order] = torch.arange(len(order), device=order.device)
         counts = torch.zeros(size * self._num_local, dtype=torch.long, device=flat.device)
         counts = counts.scatter_add(0, flat, torch.ones_like(flat))
-        even = [self._num_local] * size
-        received = self._exchange(counts, even, even, "numbers of rows")
+        equal = [self._num_local] * size
+        received = self._exchange(counts, equal, equal, "numbers of rows")
         totals = torch.stack([counts.view(size, -1).sum(1), received.view(size, -1).sum(1)])
         send_sizes, recv_sizes = totals.tolist()
         # The compiler learns these numbers only as the graph runs.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -27,12 +28,15 @@ from lancet.planner.plan import Plan, make_plan, save_plans
 from lancet.report import GraphReport, Report
 from lancet.runtime.agreement import share_text, share_texts
 from lancet.runtime.executor import Executor
+from lancet.runtime.verification import check_replicas
 from shared.comms import Group
 from shared.errors import ConfigError
 
 __all__ = ["Backend"]
 
 _log = logging.getLogger(__name__)
+# Steps from one comparison of replicated parameters over the ranks to the next.
+_CHECK_INTERVAL = 100
 
 
 class Backend:
@@ -74,6 +78,7 @@ class Backend:
         self._plans: dict[str, str] = {}
         self._warnings: list[str] = []
         self._runs_captured = False
+        self._num_backwards, self._check_s = 0, 0.0
 
     def backend_ctx_ctor(self) -> contextlib.AbstractContextManager[Any]:
         """What torch.compile enters around each call: sizes of exchanges are data, and are captured."""
@@ -106,7 +111,7 @@ class Backend:
             )
             for executor in self._executors
         )
-        return Report(graphs=graphs, sentences=tuple(self._warnings))
+        return Report(graphs=graphs, sentences=tuple(self._warnings), replica_check_s=self._check_s)
 
     def use_captured_order(self, is_captured: bool) -> None:
         """Runs all graphs in captured order from now on, or as planned again: to compare the two."""
@@ -131,11 +136,27 @@ class Backend:
         )
         plans = self._dw and captured.direction == "backward" and not has_run
         executor = Executor(
-            captured, self._group, name, self._plan if plans else None, self._accept
+            captured,
+            self._group,
+            name,
+            self._check_replicas,
+            self._plan if plans else None,
+            self._accept,
         )
         executor.runs_captured = self._runs_captured
         self._executors.append(executor)
         return executor.run
+
+    def _check_replicas(self, executor: Executor) -> None:
+        """Compares replicated parameters over the ranks, in every `_CHECK_INTERVAL`-th backward run."""
+        if executor.captured.direction != "backward":
+            return
+        # Ranks may run different graphs in a step, but each runs as many.
+        self._num_backwards += 1
+        if self._num_backwards % _CHECK_INTERVAL == 0:
+            start_s = time.perf_counter()
+            check_replicas(executor.parameters(), self._control)
+            self._check_s = time.perf_counter() - start_s
 
     def _plan(self, executor: Executor) -> Sequence[str] | None:
         """Plans with the other ranks; None: in captured order."""
@@ -183,8 +204,12 @@ class Backend:
 
 
 def _read_tensor(values: dict[str, Any]) -> KeptTensor:
-    readers = tuple(values.pop("readers"))
-    return KeptTensor(readers=readers, **values)
+    return KeptTensor(
+        num_bytes=values["num_bytes"],
+        maker=values["maker"],
+        readers=tuple(values["readers"]),
+        is_kept=values["is_kept"],
+    )
 
 
 def _average(op: Op, times: Sequence[dict[str, float]]) -> Op:

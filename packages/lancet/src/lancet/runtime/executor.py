@@ -32,6 +32,7 @@ class Executor:
     Args:
         captured: the graph.
         group: ranks that run it.
+        before_run: called at the start of each run.
         choose_order: given the graph's operations with their seconds on this rank, returns the order
             for all ranks, or None for the captured one; called in the first run. None: not called.
         accept: called after a run in the chosen order, with the position of the first output that
@@ -52,6 +53,7 @@ class Executor:
         captured: CapturedGraph,
         group: Group,
         name: str,
+        before_run: Callable[[Executor], None],
         choose_order: Callable[[Executor], Sequence[str] | None] | None,
         accept: Callable[[int | None], bool],
     ) -> None:
@@ -59,6 +61,7 @@ class Executor:
         self.name = name
         self._group_name = group.checked().group_name
         self._communication = Communication(group, name)
+        self._before_run = before_run
         self._choose_order, self._accept = choose_order, accept
         self.time_s: dict[str, float] = {}
         self.tensors: list[KeptTensor] = []
@@ -89,6 +92,7 @@ class Executor:
     @torch.no_grad()
     def run(self, arguments: list[Any]) -> Any:
         """Runs the graph on its inputs, a list that is emptied, and returns its outputs."""
+        self._before_run(self)
         self.num_runs += 1
         captured, planned = self._captured, self._planned
         module = captured if planned is None or self.runs_captured else planned

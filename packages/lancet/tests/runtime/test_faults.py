@@ -1,0 +1,139 @@
+"""What goes wrong on ranks ends in a sentence that names it, and never in another result."""
+
+import os
+import re
+import signal
+from datetime import timedelta
+
+import pytest
+import torch
+from lancet_models import MODULES, largest_difference, make_batch, make_model, whole_gradients
+
+import lancet
+from lancet.runtime.verification import check_replicas, find_difference
+from shared.comms import Group, RankPool
+from shared.errors import ConfigError, DataError, RankFailure
+
+
+def _differ():
+    control = Group.control(name="test")
+    same, other = torch.ones(3), torch.full((2,), float(Group.world().rank))
+    check_replicas({"same": same}, control)
+    with pytest.raises(DataError, match=r"others on some in other \(1 in all\).*clip_grad_norm_"):
+        check_replicas({"same": same, "other": other}, control)
+
+
+def test_replicas_that_differ_are_named(pool):
+    pool.run(_differ)
+
+
+def test_difference_of_bits():
+    nan = torch.tensor([float("nan"), 0.0])
+    assert find_difference([None, 3, nan], [None, 3, nan.clone()]) is None
+    assert find_difference([torch.zeros(2)], [-torch.zeros(2)]) == 0
+    assert find_difference([nan, nan], [nan, nan.double()]) == 1
+    assert find_difference([nan, nan], [nan, nan[:1]]) == 1
+
+
+def _refuse(settings, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        lancet.Backend(Group.world(), **settings)
+
+
+def test_arguments_are_refused_in_a_sentence(pool):
+    pool.run(_refuse, {"memory_bytes": -1}, "memory_bytes: expected 0 or more, got -1")
+    pool.run(_refuse, {"partition": "all"}, "partition: expected .* got 'all'")
+
+
+def _kill(is_compiled):
+    torch._dynamo.reset()
+    group = Group.world()
+    model = lancet.parallelize(make_model(num_hidden_layers=1), group)
+    step = model
+    if is_compiled:
+        step = torch.compile(model, backend=lancet.Backend(group), fullgraph=True)
+    batch = make_batch(0).chunk(group.world_size)[group.rank]
+    step(input_ids=batch, labels=batch).loss.backward()
+    if group.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    step(input_ids=batch, labels=batch).loss.backward()
+
+
+@pytest.mark.parametrize(
+    "is_compiled", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "compiled"]
+)
+def test_a_rank_that_dies_in_an_exchange_is_named(is_compiled):
+    with (
+        pytest.raises(RankFailure) as caught,
+        RankPool(2, timeout=timedelta(minutes=5), modules=MODULES) as pool,
+    ):
+        pool.run(_kill, is_compiled)
+    text = str(caught.value)
+    assert re.search(r"rank 1 of 2.*(died|SIGKILL|signal)", text)
+    node = "forward 0: all_to_all_single" if is_compiled else "model.layers.0.mlp.experts"
+    assert re.search(rf"rank 0: .* rank 1 failed .*{re.escape(node)}", text)
+
+
+def _step(model, backend, batch):
+    step = torch.compile(model, backend=backend, fullgraph=True)
+    step(input_ids=batch, labels=batch).loss.backward()
+    return whole_gradients(model), backend.report().sentences
+
+
+def _run_whole_model():
+    torch._dynamo.reset()
+    model = make_model(num_hidden_layers=1, num_experts=0, mlp_only_layers=[0])
+    return _step(model, lancet.Backend(Group.world()), make_batch(0))
+
+
+@pytest.mark.slow
+def test_a_model_without_all_to_alls_runs_unchanged(pool):
+    model = make_model(num_hidden_layers=1, num_experts=0, mlp_only_layers=[0])
+    batch = make_batch(0)
+    model(input_ids=batch, labels=batch).loss.backward()
+    for gradients, sentences in pool.run(_run_whole_model).results:
+        assert largest_difference(gradients, whole_gradients(model)) < 2e-6
+        assert any("no all-to-all" in sentence for sentence in sentences)
+
+
+def _run_other_shapes():
+    torch._dynamo.reset()
+    group = Group.world()
+    model = lancet.parallelize(make_model(num_hidden_layers=1), group)
+    return _step(model, lancet.Backend(group), make_batch(group.rank, 2 + group.rank))
+
+
+@pytest.mark.slow
+def test_ranks_with_different_graphs_run_in_captured_order(pool):
+    model = make_model(num_hidden_layers=1)
+    for rank in range(2):
+        batch = make_batch(rank, 2 + rank)
+        (model(input_ids=batch, labels=batch).loss / 2).backward()
+    for gradients, sentences in pool.run(_run_other_shapes).results:
+        assert largest_difference(gradients, whole_gradients(model)) < 2e-6
+        (sentence,) = sentences
+        assert "expected the same graph on all ranks" in sentence
+
+
+def _drift():
+    torch._dynamo.reset()
+    group = Group.world()
+    model = lancet.parallelize(make_model(num_hidden_layers=1), group)
+    step = torch.compile(model, backend=lancet.Backend(group), fullgraph=True)
+    batch = make_batch(0).chunk(group.world_size)[group.rank]
+    for number in range(100):
+        if number == 50:
+            with torch.no_grad():
+                model.get_parameter("lm_head.weight").mul_(1 + group.rank)
+        try:
+            step(input_ids=batch, labels=batch).loss.backward()
+        except DataError as error:
+            return number, str(error)
+    return None
+
+
+@pytest.mark.slow
+def test_replicas_that_drift_are_noticed(pool):
+    for number, sentence in pool.run(_drift).results:
+        assert number == 99
+        assert "lm_head" in sentence
