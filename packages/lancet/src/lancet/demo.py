@@ -19,10 +19,10 @@ from shared.comms import NetLab, RankPool, netlab
 from shared.training.progress import show_progress
 
 if TYPE_CHECKING:
-    from lancet.report import Report
+    from lancet.report import StepReport
     from lancet.runtime.comparison import OrdersRecord
 
-__all__ = ["FULL", "SHORT", "RankRecord", "Size", "judge", "run", "train"]
+__all__ = ["FULL", "SHORT", "RankOrders", "Size", "judge", "run", "train"]
 
 _RATE = "100mbit"
 _NUM_RANKS = 2
@@ -54,11 +54,11 @@ SHORT = Size(128, 2, 512, num_sequences=2, num_tokens=128, num_turns=5)
 FULL = Size(256, 4, 1024, num_sequences=4, num_tokens=128, num_turns=15)
 
 
-class RankRecord(NamedTuple):
+class RankOrders(NamedTuple):
     """What one rank measured, and its backend's report at the end."""
 
     orders: OrdersRecord
-    report: Report
+    report: StepReport
 
 
 def run(out: Path, *, is_full: bool) -> bool:
@@ -95,7 +95,7 @@ def run(out: Path, *, is_full: bool) -> bool:
     return finish(out, "lancet", judge(ranks, is_networked=not unavailable), figures)
 
 
-def train(size: Size) -> RankRecord:
+def train(size: Size) -> RankOrders:
     """Captures a training step and runs it in both orders in turns; every rank calls it."""
     import torch
 
@@ -114,10 +114,10 @@ def train(size: Size) -> RankRecord:
     batches = load_text_batches(size.num_sequences, size.num_tokens, seed=group.rank)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
     orders = compare_orders(model, group, backend, batches, size.num_turns, optimizer)
-    return RankRecord(orders, backend.report())
+    return RankOrders(orders, backend.report())
 
 
-def judge(ranks: Sequence[RankRecord], *, is_networked: bool) -> list[Claim]:
+def judge(ranks: Sequence[RankOrders], *, is_networked: bool) -> list[Claim]:
     """Makes the demo's claims of what the ranks measured.
 
     Args:

@@ -17,7 +17,7 @@ from shared.files import write_atomically
 from shared.training.pictures import new_picture, save_picture
 from shared.units import format_s
 
-__all__ = ["GraphReport", "Report", "explain"]
+__all__ = ["GraphReport", "StepReport", "explain"]
 
 _COLORS = {"compute": "#0b7285", "all_to_all": "#f08c00", "all_reduce": "#364fc7"}
 
@@ -71,7 +71,7 @@ class GraphReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class StepReport:
     """All graphs that a backend has captured.
 
     Attributes:

@@ -2,6 +2,7 @@
 
 import copy
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -193,7 +194,7 @@ def _refuse_dense():
 
 def _refuse_quantised():
     model = make_model()
-    experts = model.get_submodule("model.layers.1.mlp.experts")
+    experts: Any = model.get_submodule("model.layers.1.mlp.experts")
     whole = experts.down_proj.detach()
     experts.down_proj = torch.nn.Parameter(whole.to(torch.int8), requires_grad=False)
     with pytest.raises(ConfigError, match=r"layers\.1\.mlp\.experts\.down_proj.*quantisation"):

@@ -1,6 +1,7 @@
 """What users bring to a compiled step: each case gives the gradient of the mean of the ranks' losses."""
 
 import contextlib
+from typing import Any
 
 import pytest
 import torch
@@ -31,7 +32,8 @@ def _prepare(case):
         with torch.no_grad():
             model.get_parameter("model.layers.0.mlp.gate.weight").zero_()
     if case == "checkpointing":
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        enable: Any = model.gradient_checkpointing_enable
+        enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if case == "adapters":
         from peft import LoraConfig, get_peft_model
 

@@ -17,11 +17,11 @@ from torch.distributed._functional_collectives import all_to_all_single
 
 from shared.comms import Group, start_exchange
 
-__all__ = ["Dispatch", "Rows"]
+__all__ = ["ExpertRows", "TokenDispatch"]
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class ExpertRows:
     """The rows that a rank's experts received.
 
     Attributes:
@@ -41,7 +41,7 @@ class Rows:
     recv_sizes: list[int]
 
 
-class Dispatch:
+class TokenDispatch:
     """Exchanges the tokens of one layer of experts, an equal number of which lie on each rank.
 
     Args:
@@ -53,11 +53,11 @@ class Dispatch:
     def __init__(self, group: Group, num_local_experts: int, name: str) -> None:
         self._group, self._num_local, self._name = group, num_local_experts, name
 
-    def __deepcopy__(self, _memo: Any) -> Dispatch:
+    def __deepcopy__(self, _memo: Any) -> TokenDispatch:
         """The same: copies of a model share its ranks."""
         return self
 
-    def send(self, hidden: Tensor, expert_ids: Tensor) -> Rows:
+    def send(self, hidden: Tensor, expert_ids: Tensor) -> ExpertRows:
         """Sends each token [num_tokens, hidden] to the ranks of its experts [num_tokens, k].
 
         Raises:
@@ -81,9 +81,9 @@ class Dispatch:
         values = self._exchange(rows, send_sizes, recv_sizes, "tokens")
         local_ids = torch.arange(self._num_local, device=flat.device).repeat(size)
         local_ids = local_ids.repeat_interleave(received, output_size=sum(recv_sizes))
-        return Rows(values, local_ids, order, inverse, send_sizes, recv_sizes)
+        return ExpertRows(values, local_ids, order, inverse, send_sizes, recv_sizes)
 
-    def bring_back(self, results: Tensor, rows: Rows, weights: Tensor) -> Tensor:
+    def bring_back(self, results: Tensor, rows: ExpertRows, weights: Tensor) -> Tensor:
         """Returns results [num_received, hidden] to their tokens, weighted [num_tokens, k] and summed.
 
         Raises:

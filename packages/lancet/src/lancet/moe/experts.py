@@ -22,7 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import PreTrainedModel
 from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
-from lancet.moe.dispatch import Dispatch
+from lancet.moe.dispatch import TokenDispatch
 from lancet.moe.gradients import average_gradients, local_rows
 from lancet.moe.layer import ExpertLayers
 from shared.comms import Group, all_gather, broadcast
@@ -195,14 +195,14 @@ def _divide(name: str, module: Any, weights: list[str], group: Group) -> None:
         setattr(module, key, part)
         _replaced[whole] = f"{name}.{key}"
     module.num_experts = num_local
-    module.forward = _DividedForward(module, weights, Dispatch(group, num_local, name), size)
+    module.forward = _DividedForward(module, weights, TokenDispatch(group, num_local, name), size)
 
 
 class _DividedForward:
     """The forward of experts that are divided over ranks."""
 
     def __init__(
-        self, module: nn.Module, weights: list[str], dispatch: Dispatch, world_size: int
+        self, module: nn.Module, weights: list[str], dispatch: TokenDispatch, world_size: int
     ) -> None:
         self._dispatch = dispatch
         # The module as its own forward sees it: with this rank's rows in place of DTensors. A

@@ -41,7 +41,7 @@ def average_gradients(parameters: Iterable[nn.Parameter], group: Group) -> None:
             _hooks[parameter] = parameter.register_hook(_make_hook(parameter, group))
 
 
-def mark_averaged(gradient: Tensor, parameter: nn.Parameter) -> None:
+def mark_averaged(gradient: Tensor, parameter: Tensor) -> None:
     """Marks a gradient that a compiled graph has averaged, before it reaches its parameter."""
     if parameter in _hooks:
         marked: Any = gradient
@@ -69,7 +69,6 @@ def _make_hook(parameter: nn.Parameter, group: Group) -> Callable[[Tensor], Tens
     return average
 
 
-@torch.compiler.allow_in_graph
 def local_rows(weight: Tensor, world_size: int) -> Tensor:
     """This rank's rows of a DTensor that is divided by rows, differentiable.
 
@@ -78,6 +77,10 @@ def local_rows(weight: Tensor, world_size: int) -> Tensor:
         world_size: number of ranks; the rows' gradient is divided by it.
     """
     return _LocalRows.apply(weight, world_size)
+
+
+# One node of a captured graph, whose inside is not traced.
+torch.compiler.allow_in_graph(local_rows)
 
 
 class _LocalRows(torch.autograd.Function):

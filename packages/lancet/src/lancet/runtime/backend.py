@@ -25,9 +25,9 @@ from lancet.graph.operations import Op
 from lancet.graph.rewrite import collectives
 from lancet.planner.memory import KeptTensor
 from lancet.planner.plan import Plan, make_plan, save_plans
-from lancet.report import GraphReport, Report
+from lancet.report import GraphReport, StepReport
 from lancet.runtime.agreement import share_text, share_texts
-from lancet.runtime.executor import Executor
+from lancet.runtime.executor import GraphExecutor
 from lancet.runtime.verification import check_replicas
 from shared.comms import Group
 from shared.errors import ConfigError
@@ -74,7 +74,7 @@ class Backend:
         self._dw, self._memory_bytes = dw, memory_bytes
         # Plans travel over connections of their own, so that no message of the model mixes with them.
         self._control = Group.control(group.checked(), name="lancet")
-        self._executors: list[Executor] = []
+        self._executors: list[GraphExecutor] = []
         self._plans: dict[str, str] = {}
         self._warnings: list[str] = []
         self._runs_captured = False
@@ -97,7 +97,7 @@ class Backend:
         """The plans by graph."""
         return {name: Plan.from_json(text) for name, text in self._plans.items()}
 
-    def report(self) -> Report:
+    def report(self) -> StepReport:
         """What the graphs have done so far, on this rank."""
         plans = self.plans
         graphs = tuple(
@@ -111,7 +111,9 @@ class Backend:
             )
             for executor in self._executors
         )
-        return Report(graphs=graphs, sentences=tuple(self._warnings), replica_check_s=self._check_s)
+        return StepReport(
+            graphs=graphs, sentences=tuple(self._warnings), replica_check_s=self._check_s
+        )
 
     def use_captured_order(self, is_captured: bool) -> None:
         """Runs all graphs in captured order from now on, or as planned again: to compare the two."""
@@ -135,7 +137,7 @@ class Backend:
             if executor.captured.direction == "backward"
         )
         plans = self._dw and captured.direction == "backward" and not has_run
-        executor = Executor(
+        executor = GraphExecutor(
             captured,
             self._group,
             name,
@@ -147,7 +149,7 @@ class Backend:
         self._executors.append(executor)
         return executor.run
 
-    def _check_replicas(self, executor: Executor) -> None:
+    def _check_replicas(self, executor: GraphExecutor) -> None:
         """Compares replicated parameters over the ranks, in every `_CHECK_INTERVAL`-th backward run."""
         if executor.captured.direction != "backward":
             return
@@ -158,7 +160,7 @@ class Backend:
             check_replicas(executor.parameters(), self._control)
             self._check_s = time.perf_counter() - start_s
 
-    def _plan(self, executor: Executor) -> Sequence[str] | None:
+    def _plan(self, executor: GraphExecutor) -> Sequence[str] | None:
         """Plans with the other ranks; None: in captured order."""
         digest = executor.captured.digest()
         tensors = [asdict(t) for t in executor.tensors] if self._memory_bytes is not None else []

@@ -23,10 +23,10 @@ from lancet.runtime.exchange import Communication
 from lancet.runtime.verification import find_difference
 from shared.comms import Group
 
-__all__ = ["Executor"]
+__all__ = ["GraphExecutor"]
 
 
-class Executor:
+class GraphExecutor:
     """Runs one captured graph.
 
     Args:
@@ -53,8 +53,8 @@ class Executor:
         captured: CapturedGraph,
         group: Group,
         name: str,
-        before_run: Callable[[Executor], None],
-        choose_order: Callable[[Executor], Sequence[str] | None] | None,
+        before_run: Callable[[GraphExecutor], None],
+        choose_order: Callable[[GraphExecutor], Sequence[str] | None] | None,
         accept: Callable[[int | None], bool],
     ) -> None:
         self.captured = captured
