@@ -50,7 +50,7 @@ class Size(NamedTuple):
     num_turns: int
 
 
-SHORT = Size(128, 2, 512, num_sequences=2, num_tokens=128, num_turns=5)
+SHORT = Size(128, 1, 512, num_sequences=4, num_tokens=128, num_turns=7)
 FULL = Size(256, 4, 1024, num_sequences=4, num_tokens=128, num_turns=15)
 
 
