@@ -39,7 +39,7 @@ class Size(NamedTuple):
         expert_width: rows of an expert's inner layer.
         num_sequences: of a rank's batch.
         num_tokens: of a sequence.
-        num_turns: timed steps of each order; one more warms up.
+        num_turns: timed steps of each order; one more captures, and one warms up.
     """
 
     hidden_size: int
