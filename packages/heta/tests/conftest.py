@@ -16,7 +16,8 @@ from shared.comms import RankPool
 _MODULES = ("torch_geometric.nn", "heta.training.trainer", "heta.nn")
 
 
-@pytest.fixture(scope="session")
+# Each group that a rank has made keeps a thread that wakes up a hundred times a second until it ends.
+@pytest.fixture(scope="module")
 def open_pool():
     """open_pool(ranks) -> a pool that goes on to the next test, or a fresh one if that has failed."""
     pools = {}
@@ -33,7 +34,7 @@ def open_pool():
         pool.__exit__(None, None, None)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def template(open_pool):
     """Imports once what all ranks need, those that commands start included."""
     open_pool(2)

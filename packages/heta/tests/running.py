@@ -149,9 +149,13 @@ def merge_rows(results, key="rows"):
 
 
 def distance(got, wanted):
-    """The error of a tensor relative to its size; sums that cancel have their terms' rounding."""
+    """The error of a tensor relative to its size; sums that cancel have their terms' rounding.
+
+    GAT's gradients of `att_dst` have norms of 1e-3 and terms near 1, whose float32 rounding is 2e-8 to
+    6e-8 from one processor to the next.
+    """
     got, wanted = got.detach().double(), wanted.detach().double()
-    return float((got - wanted).norm() / (wanted.norm() + 3e-4))
+    return float((got - wanted).norm() / (wanted.norm() + 1e-3))
 
 
 def assert_same_training(results, wanted, bound=1e-5):

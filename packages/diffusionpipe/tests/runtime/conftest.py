@@ -1,4 +1,8 @@
-"""Ranks that the tests of this folder share: to start them takes longer than most tests."""
+"""Ranks that the tests of a file share: to start them takes longer than most tests.
+
+They end with the file: each group that a rank has made keeps a thread that wakes up a hundred times a
+second, until the rank ends.
+"""
 
 import pytest
 import torch
@@ -17,13 +21,13 @@ MODULES = (
 torch.set_num_threads(1)
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def ranks():
     with RankPool(4, modules=MODULES) as pool:
         yield pool
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def pair():
     with RankPool(2, modules=MODULES) as pool:
         yield pool
