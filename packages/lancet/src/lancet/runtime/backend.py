@@ -27,7 +27,7 @@ from lancet.planner.memory import KeptTensor
 from lancet.planner.plan import Plan, make_plan, save_plans
 from lancet.report import GraphReport, StepReport
 from lancet.runtime.agreement import share_text, share_texts
-from lancet.runtime.executor import GraphExecutor
+from lancet.runtime.executor import PLANNED, GraphExecutor
 from lancet.runtime.verification import check_replicas
 from shared.comms import Group
 from shared.errors import ConfigError
@@ -77,7 +77,7 @@ class Backend:
         self._executors: list[GraphExecutor] = []
         self._plans: dict[str, str] = {}
         self._warnings: list[str] = []
-        self._runs_captured = False
+        self._order_name = PLANNED
         self._num_backwards, self._check_s = 0, 0.0
 
     def backend_ctx_ctor(self) -> contextlib.AbstractContextManager[Any]:
@@ -115,11 +115,20 @@ class Backend:
             graphs=graphs, sentences=tuple(self._warnings), replica_check_s=self._check_s
         )
 
-    def use_captured_order(self, is_captured: bool) -> None:
-        """Runs all graphs in captured order from now on, or as planned again: to compare the two."""
-        self._runs_captured = is_captured
+    @property
+    def executors(self) -> tuple[GraphExecutor, ...]:
+        """What runs the graphs, in the order of their capture."""
+        return tuple(self._executors)
+
+    def use_order(self, name: str) -> None:
+        """Runs all graphs in another order from now on, to compare orders of one capture.
+
+        Args:
+            name: "captured", "planned", or a name given to the executors' `add_order`.
+        """
+        self._order_name = name
         for executor in self._executors:
-            executor.runs_captured = is_captured
+            executor.order_name = name
 
     def _add(self, captured: CapturedGraph) -> Callable[[list[Any]], Any]:
         group_name = self._group.checked().group_name
@@ -145,7 +154,7 @@ class Backend:
             self._plan if plans else None,
             self._accept,
         )
-        executor.runs_captured = self._runs_captured
+        executor.order_name = self._order_name
         self._executors.append(executor)
         return executor.run
 

@@ -14,11 +14,12 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lancet.runtime.backend import Backend
+from lancet.runtime.executor import CAPTURED, PLANNED
 from shared.comms import Group, barrier
 
 __all__ = ["ORDERS", "OrdersRecord", "compare_orders"]
 
-ORDERS = ("captured", "planned")
+ORDERS = (CAPTURED, PLANNED)
 # The first step captures, plans and checks; the second warms up.
 _NUM_UNTIMED = 2
 
@@ -66,7 +67,7 @@ def compare_orders(
     for turn, batch in enumerate(islice(batches, num_turns + _NUM_UNTIMED)):
         gradients = []
         for order in ORDERS if turn % 2 else ORDERS[::-1]:
-            backend.use_captured_order(order == "captured")
+            backend.use_order(order)
             model.zero_grad()
             barrier(group)
             start_s = time.perf_counter()
@@ -81,7 +82,7 @@ def compare_orders(
         record.losses.append(float(loss.detach()))
         if optimizer is not None:
             optimizer.step()
-    backend.use_captured_order(False)
+    backend.use_order(PLANNED)
     model.zero_grad()
     return record
 

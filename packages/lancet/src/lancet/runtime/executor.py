@@ -23,7 +23,9 @@ from lancet.runtime.exchange import Communication
 from lancet.runtime.verification import find_difference
 from shared.comms import Group
 
-__all__ = ["GraphExecutor"]
+__all__ = ["CAPTURED", "PLANNED", "GraphExecutor"]
+
+CAPTURED, PLANNED = "captured", "planned"
 
 
 class GraphExecutor:
@@ -45,7 +47,8 @@ class GraphExecutor:
         captured_waits_s: for each collective, seconds waited for it in captured order.
         waits_s: the same in the last run.
         num_runs: runs so far.
-        runs_captured: whether the captured order runs, though another one is planned.
+        order_name: the order that runs, of "captured", "planned" and those of `add_order`; without
+            such an order the captured one does.
     """
 
     def __init__(
@@ -68,9 +71,8 @@ class GraphExecutor:
         self.captured_waits_s: dict[str, float] = {}
         self.num_runs = 0
         self._node_by_node = self._build(None, boxed=False)
-        self._captured = self._build(None)
-        self._planned: fx.GraphModule | None = None
-        self.runs_captured = False
+        self._orders = {CAPTURED: self._build(None)}
+        self.order_name = PLANNED
 
     @property
     def waits_s(self) -> dict[str, float]:
@@ -80,6 +82,16 @@ class GraphExecutor:
     def list_ops(self) -> list[Op]:
         """The graph's operations with this rank's seconds."""
         return list_ops(self.captured.module.graph, self._group_name, self.time_s)
+
+    def add_order(self, name: str, order: Sequence[str]) -> None:
+        """Builds the graph in another order, which runs while `order_name` is its name.
+
+        Args:
+            name: of the order.
+            order: names of all operations, the same on all ranks; each comes after those that it
+                follows.
+        """
+        self._orders[name] = self._build(order)
 
     def parameters(self) -> dict[str, Tensor]:
         """Replicated parameters whose gradients the graph computes, by the graph's names for them."""
@@ -94,8 +106,7 @@ class GraphExecutor:
         """Runs the graph on its inputs, a list that is emptied, and returns its outputs."""
         self._before_run(self)
         self.num_runs += 1
-        captured, planned = self._captured, self._planned
-        module = captured if planned is None or self.runs_captured else planned
+        module = self._orders.get(self.order_name, self._orders[CAPTURED])
         outputs = self._run_first(arguments) if self.num_runs == 1 else module(arguments)
         for position, (_, reference) in self.captured.parameters.items():
             parameter = reference()
@@ -116,16 +127,16 @@ class GraphExecutor:
                 name: min(seconds, self.time_s.get(name, seconds))
                 for name, seconds in observed.time_s.items()
             }
-        order = choose_order(self)
+        order, run_captured = choose_order(self), self._orders[CAPTURED]
         if order is None:
-            outputs = self._captured(arguments)
+            outputs = run_captured(arguments)
             self.captured_waits_s = self.waits_s
             return outputs
-        outputs = self._captured(list(arguments))
+        outputs = run_captured(list(arguments))
         self.captured_waits_s = self.waits_s
         planned = self._build(order)
         if self._accept(find_difference(outputs, planned(arguments))):
-            self._planned = planned
+            self._orders[PLANNED] = planned
         return outputs
 
     def _build(self, order: Sequence[str] | None, *, boxed: bool = True) -> fx.GraphModule:
