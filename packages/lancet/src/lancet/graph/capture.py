@@ -116,11 +116,20 @@ def _partition(joint: fx.GraphModule, inputs: Any, **settings: Any) -> Any:
     There, what random operators return is saved too: torch would draw it again from a saved state,
     which it confuses with DTensors' meshes, and whose graph must not run twice. Attention counts as
     random even without dropout.
+
+    Elsewhere, collectives and random operators stay in the forward graph. torch copies them to the
+    backward graph, where nothing reads them; of these copies it removes collectives alone, but not
+    what computes their rows.
     """
     for node in joint.graph.nodes:
-        if "recompute" in node.meta and is_random(node):
-            for saved in (node, *node.users):
-                saved.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        if "recompute" in node.meta:
+            if is_random(node):
+                for saved in (node, *node.users):
+                    saved.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        elif node.meta.get("partitioner_tag") == "is_forward" and (
+            is_random(node) or getattr(node.target, "namespace", None) == "_c10d_functional"
+        ):
+            node.meta["partitioner_tag"] = "must_be_in_forward"
     return default_partition(joint, inputs, **settings)
 
 

@@ -39,10 +39,10 @@ def capacity(num_tokens: int, num_experts: int, factor: float, k: int = 1) -> in
     """Slots of each expert: k * factor * num_tokens / num_experts, rounded up.
 
     Computed in integers from the decimal digits of `factor`: 1.1 is 11/10. Parts of a batch get the
-    capacity of the whole batch.
+    capacity of the whole batch; a rank's batch gets its own.
 
     Args:
-        num_tokens: Tokens of the whole batch.
+        num_tokens: Tokens of the rank's whole batch.
         num_experts: Number of experts.
         factor: Slots for each choice, on average; 1.0 suffices if all experts get equally many.
         k: Experts that a token chooses.
@@ -52,7 +52,7 @@ def capacity(num_tokens: int, num_experts: int, factor: float, k: int = 1) -> in
             infinite or NaN.
     """
     if num_tokens < 0:
-        raise ConfigError(f"expected num_tokens of 0 or more, got {num_tokens}")
+        raise ConfigError(f"expected num_tokens of 0 or more, got {num_tokens}; count them")
     share = slots_per_token(num_experts, factor, k)
     return -(-share.numerator * num_tokens // share.denominator)
 
@@ -66,7 +66,7 @@ def slots_per_token(num_experts: int, factor: float, k: int = 1) -> Fraction:
     if num_experts < 1 or k < 1 or not 0 < factor < float("inf"):
         raise ConfigError(
             f"expected num_experts and k of 1 or more and a finite factor above 0, got num_experts "
-            f"{num_experts}, k {k}, factor {factor}"
+            f"{num_experts}, k {k}, factor {factor}; 1.25 is a usual factor"
         )
     return Fraction(str(factor)) * k / num_experts
 
@@ -95,7 +95,10 @@ def assign_slots(
     if used is None:
         used = torch.zeros(num_experts, dtype=torch.int64, device=experts.device)
     elif used.shape != (num_experts,):
-        raise DataError(f"expected used slots of {num_experts} experts, got {list(used.shape)}")
+        raise DataError(
+            f"expected used slots of {num_experts} experts, got shape {list(used.shape)}; give what "
+            f"the part before has returned"
+        )
     return _assign_slots(experts, used, capacity)
 
 
@@ -168,13 +171,18 @@ def balance_loss(
     counts = torch.zeros(num_experts, dtype=torch.float32, device=logits.device)
     ones = torch.ones(experts.numel(), device=logits.device)
     shares = counts.index_add(0, experts.reshape(-1), ones) / experts.numel()
-    return num_experts * (shares * logits.float().softmax(1).mean(0)).sum()
+    return num_experts * (shares * _probabilities(logits).mean(0)).sum()
+
+
+def _probabilities(logits: Tensor) -> Tensor:
+    """Each token's probabilities of the experts, in float32 or wider."""
+    return logits.softmax(1, dtype=torch.promote_types(logits.dtype, torch.float32))
 
 
 def _choose(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k likeliest experts of each token, and their weights, which add up to 1 for k above 1."""
     # A single weight of 1 would leave the router without a gradient.
-    weights, experts = logits.float().softmax(1).topk(k, dim=1)
+    weights, experts = _probabilities(logits).topk(k, dim=1)
     return experts, weights if k == 1 else weights / weights.sum(1, keepdim=True)
 
 
@@ -186,7 +194,7 @@ def _route_in_order(logits: Tensor, ids: Tensor, k: int, capacity: int) -> Routi
 def _route_by_priority(logits: Tensor, ids: Tensor, k: int, capacity: int) -> Routing:
     """Tokens with a higher largest probability take slots first."""
     experts, weights = _choose(logits, k)
-    largest = logits.float().softmax(1).amax(1)
+    largest = _probabilities(logits).amax(1)
     order = largest.argsort(descending=True, stable=True)
     slots, _ = assign_slots(experts[order], logits.shape[1], capacity)
     return Routing(experts, slots[order.argsort()], weights)
@@ -194,7 +202,7 @@ def _route_by_priority(logits: Tensor, ids: Tensor, k: int, capacity: int) -> Ro
 
 def _route_by_experts(logits: Tensor, ids: Tensor, k: int, capacity: int) -> Routing:
     """Each expert chooses the tokens that it is likeliest for; k enters by the capacity only."""
-    weights = logits.float().softmax(1)
+    weights = _probabilities(logits)
     num_tokens, num_experts = weights.shape
     chosen = weights.t().topk(min(capacity, num_tokens), dim=1).indices
     ranks = torch.arange(chosen.shape[1], device=chosen.device).expand_as(chosen)

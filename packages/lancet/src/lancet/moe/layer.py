@@ -1,7 +1,10 @@
 """A Mixture-of-Experts layer with capacity, for models that do not come from transformers.
 
 Tokens that find no slot at an expert get nothing from it: the caller adds the layer's output to its
-input. Experts are put over ranks by `lancet.parallelize`, as those of transformers' models.
+input. `lancet.parallelize` divides the experts over ranks, as those of transformers' models. Capacity
+stays that of a rank's own batch, as in GShard (arXiv 2006.16668) and DeepSpeed: each rank counts its
+tokens and gives them slots before it sends them, so that it drops what a process alone would drop, and
+an expert gets at most the sum of the ranks' capacities.
 """
 
 import torch
@@ -45,7 +48,22 @@ class ExpertLayers(nn.Module):
             expert_ids: Experts of each [n, k].
             weights: Factors of their outputs [n, k].
         """
+        if rows.dtype == torch.float64:  # which torch's grouped products do not take
+            return self._multiply_by_expert(rows, expert_ids, weights)
         return grouped_mm_experts_forward(self, rows, expert_ids, weights)
+
+    def _multiply_by_expert(self, rows: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
+        """As `forward`, by one product after another."""
+        flat = expert_ids.reshape(-1)
+        order = flat.argsort(stable=True)
+        counts = torch.zeros(self.num_experts, dtype=torch.int32, device=flat.device)
+        counts = counts.index_add(0, flat, torch.ones_like(flat, dtype=torch.int32))
+        ends = counts.cumsum(0, dtype=torch.int32)
+        product = torch.ops.transformers.grouped_mm_fallback
+        inner = product(rows[order // weights.shape[1]], self.up_proj.transpose(1, 2), ends)
+        outer = product(self.act_fn(inner), self.down_proj.transpose(1, 2), ends)
+        choices = torch.zeros_like(outer).index_copy(0, order, outer)
+        return (choices.view(*weights.shape, -1) * weights.unsqueeze(-1)).sum(1)
 
 
 class Layer(nn.Module):
@@ -57,7 +75,7 @@ class Layer(nn.Module):
         num_experts: Number of experts.
         gate: A name in `GATES`.
         k: Experts that a token chooses.
-        capacity_factor: Slots for each choice, on average; see `capacity`.
+        capacity_factor: Slots for each choice of a rank's own batch, on average; see `capacity`.
 
     Raises:
         ConfigError: The gate is unknown, or a width, k or the factor lies outside its range.
@@ -77,26 +95,22 @@ class Layer(nn.Module):
         # torch's grouped products need rows of a multiple of 16 bytes.
         if dim % 8 or hidden_dim % 8:
             raise ConfigError(
-                f"expected dim and hidden_dim to be multiples of 8, got {dim} and {hidden_dim}"
+                f"expected dim and hidden_dim to be multiples of 8, got {dim} and {hidden_dim}; round "
+                f"them up"
             )
         self.gate = GATES.get(gate)
         share = slots_per_token(num_experts, capacity_factor, k)
         max_k = min(num_experts, self.gate.max_k or num_experts)
         if k > max_k:
             raise ConfigError(
-                f"expected k of 1 to {max_k} for the gate {gate!r} and {num_experts} experts, got {k}"
+                f"expected k of 1 to {max_k} for the gate {gate!r} and {num_experts} experts, got {k}; "
+                f"lower k"
             )
         # Integers, so that a compiler can compute the capacity of a batch of any size.
         self._share = share.numerator, share.denominator
         self.k, self.num_experts = k, num_experts
         self.router = nn.Linear(dim, num_experts, bias=False) if self.gate.has_router else None
         self.experts = ExpertLayers(dim, hidden_dim, num_experts)
-        # As transformers' models name their experts and the weights to divide over ranks.
-        self._ep_plan = {
-            "experts": "ep_dispatch_experts",
-            "experts.up_proj": "grouped_gemm",
-            "experts.down_proj": "grouped_gemm",
-        }
 
     def forward(
         self, hidden: Float[Tensor, "*batch dim"], token_ids: Int64[Tensor, "*batch"] | None = None
@@ -104,14 +118,14 @@ class Layer(nn.Module):
         """Returns what the experts add to each token, and the balance loss of this batch.
 
         Args:
-            hidden: Tokens; the order of the flattened batch is that in which slots are taken.
+            hidden: This rank's tokens; they take slots in the order of the flattened batch.
             token_ids: Ids of the tokens in the vocabulary, for a gate that hashes them.
 
         Returns:
             The experts' weighted outputs, and `balance_loss`; 0 for a gate that it cannot train.
 
         Raises:
-            ConfigError: The gate needs ids and got none.
+            ConfigError: The gate needs ids and got none, or their number is not that of the tokens.
         """
         tokens = hidden.reshape(-1, hidden.shape[-1])
         numerator, denominator = self._share
@@ -144,6 +158,11 @@ class Layer(nn.Module):
 
     def _read_ids(self, tokens: Tensor, token_ids: Tensor | None) -> Tensor:
         if token_ids is not None:
+            if token_ids.numel() != len(tokens):
+                raise ConfigError(
+                    f"expected the ids of {len(tokens)} tokens, got {token_ids.numel()}; give each "
+                    f"token one"
+                )
             return token_ids.reshape(-1)
         if self.gate.needs_ids:
             raise ConfigError(
