@@ -2,8 +2,11 @@ import copy
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
 
+import lancet
 from lancet.moe.experts import parallelize
 from lancet.moe.gates import GATES, capacity
 from lancet.moe.layer import Layer
@@ -137,16 +140,18 @@ def test_bad_settings_are_refused(settings, message):
         Layer(**{"dim": DIM, "hidden_dim": HIDDEN_DIM, "num_experts": NUM_EXPERTS, **settings})
 
 
-def test_a_hash_without_ids_is_refused():
-    with pytest.raises(ConfigError, match="expected token_ids for a gate that hashes them"):
-        new_layer("hash", k=1)(new_tokens(3))
-
-
 @pytest.mark.unchecked
-@pytest.mark.parametrize(
-    "gate",
-    ["top_k", *(pytest.param(name, marks=pytest.mark.slow) for name in GATES if name != "top_k")],
-)
+def test_a_hash_without_an_id_for_each_token_is_refused():
+    layer = new_layer("hash", k=1)
+    with pytest.raises(ConfigError, match="expected token_ids for a gate that hashes them"):
+        layer(new_tokens(3))
+    with pytest.raises(ConfigError, match="expected the ids of 3 tokens, got 2"):
+        layer(new_tokens(3), torch.arange(2))
+
+
+@pytest.mark.slow
+@pytest.mark.unchecked
+@pytest.mark.parametrize("gate", GATES.names())
 def test_a_compiler_captures_the_layer_whole(gate):
     layer = new_layer(gate, k=1 if gate == "switch" else 2)
     tokens, ids = new_tokens(2, 9), torch.arange(18).view(2, 9)
@@ -186,3 +191,49 @@ def compare_with_one_process(gate: str) -> None:
 @pytest.mark.parametrize("gate", ["top_k", "expert_choice"])
 def test_experts_over_two_ranks_give_what_one_process_gives(pool, gate):
     pool.run(compare_with_one_process, gate)
+
+
+class TiedBlock(nn.Module):
+    """A layer, and two linear ones that share their weight."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+        self.last.weight = self.first.weight
+        self.layer = new_layer()
+
+
+class BlockWithConfiguration(PreTrainedModel):
+    """A transformers model whose configuration says nothing of its layer."""
+
+    config_class = PreTrainedConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.block = TiedBlock()
+        self.post_init()
+
+
+MODELS = {
+    "own": TiedBlock,
+    "transformers": lambda: BlockWithConfiguration(PreTrainedConfig()),
+}
+
+
+def export(kind, folder):
+    lancet.export(parallelize(MODELS[kind](), Group.world()), folder)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_model_with_layers_is_exported_as_its_state_alone(pool, tmp_path, kind):
+    pool.run(export, kind, str(tmp_path / "out"))
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.safetensors"]
+    model = MODELS[kind]()
+    expected = {name: weight.clone() for name, weight in model.state_dict().items()}
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.zero_()
+    model.load_state_dict(load_file(tmp_path / "out/model.safetensors"))
+    for name, weight in model.state_dict().items():
+        assert torch.equal(weight, expected[name])

@@ -1,4 +1,4 @@
-"""What needs all ranks' experts at once: a Hugging Face folder, and the norm of all gradients."""
+"""What needs all ranks' experts at once: a folder of whole weights, and the norm of all gradients."""
 
 from __future__ import annotations
 
@@ -6,23 +6,30 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lancet.moe.experts import group_of
+from lancet.moe.layer import ExpertLayers
 from shared.comms import Group, all_reduce, barrier
+from shared.files import atomic_file
 
 __all__ = ["clip_grad_norm_", "export"]
 
 
 def export(model: nn.Module, folder: str | Path) -> None:
-    """Writes a divided model as a Hugging Face folder with whole experts.
+    """Writes a divided model with whole experts.
+
+    A transformers model becomes a Hugging Face folder. No configuration describes another model, or
+    one with `lancet.moe.Layer`s: its folder has `model.safetensors` alone, which `load_state_dict`
+    takes where the model is built anew, before it is divided.
 
     Every rank calls it; rank 0 gathers one weight after another in its memory, and writes.
 
     Args:
-        model: a transformers model that `lancet.parallelize` has divided, compiled or not.
-        folder: written to as by `save_pretrained`.
+        model: divided by `lancet.parallelize`, compiled or not.
+        folder: made if it is missing.
 
     Raises:
         ConfigError: the model is not divided.
@@ -36,8 +43,29 @@ def export(model: nn.Module, folder: str | Path) -> None:
         if group.rank == 0:
             state[name] = full.cpu()
     if group.rank == 0:
-        whole.save_pretrained(folder, state_dict=state)
+        if _is_described(whole):
+            whole.save_pretrained(folder, state_dict=state)
+        else:
+            _save_state(state, Path(folder))
     barrier(group)
+
+
+def _is_described(model: nn.Module) -> bool:
+    """Whether a configuration describes the whole model."""
+    has_layers = any(isinstance(part, ExpertLayers) for part in model.modules())
+    return hasattr(model, "save_pretrained") and not has_layers
+
+
+def _save_state(state: dict[str, Tensor], folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors, storages = {}, set()
+    for name, tensor in state.items():
+        # safetensors refuses tied weights, which have several names.
+        storage = tensor.untyped_storage().data_ptr()
+        tensors[name] = tensor.clone() if storage in storages else tensor.contiguous()
+        storages.add(storage)
+    with atomic_file(folder / "model.safetensors") as partial:
+        save_file(tensors, partial, {"format": "pt"})
 
 
 @torch.no_grad()
