@@ -1,6 +1,7 @@
 """Commands that read a plan's file, and what they say of wrong ones."""
 
 import json
+import re
 
 import pytest
 
@@ -66,6 +67,30 @@ def test_mistakes_are_said_in_a_sentence(argv, sentence, plan_file, tmp_path, ca
     named = {"FILE": plan_file, "OTHER": str(tmp_path / "other.json")}
     assert main([named.get(word, word) for word in argv]) == 1
     assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"format": 0}, "expected a plan of format 1, got format 0; plan again with this version"),
+        ({"parts": 2}, "expected a plan with before_s, digest, .*, got .*parts"),
+        ({"order": ["experts", "rows"]}, "an order of the plan's 4 operations, got 2 names"),
+        ({"order": ["attention", "experts", "rows", "weights"]}, "'attention' follows 'rows'"),
+        ({"ops": [{"name": "experts"}]}, "got values of other names or types.*'kind'"),
+        ({"ops": 7}, "got values of other names or types"),
+        ({"makespan_s": "long"}, "got values of other names or types"),
+        ({"exposed_s": -1.0}, "expected finite seconds of 0 or more"),
+    ],
+)
+def test_a_plan_that_is_another_versions_or_was_changed_is_refused(
+    plan_file, tmp_path, capsys, changes, sentence
+):
+    (plan,) = json.loads((tmp_path / "plan.json").read_text())["plans"]
+    (tmp_path / "plan.json").write_text(json.dumps({"plans": [plan | changes]}))
+    assert main(["explain", plan_file]) == 1
+    printed = " ".join(capsys.readouterr().err.split())
+    assert re.search(rf"plan\.json: .*{sentence}", printed)
+    assert "Traceback" not in printed
 
 
 @pytest.mark.parametrize("argv", [["demo", "--fast"], ["simulate", "--communication", "fast"]])

@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from math import isfinite
 from pathlib import Path
 
 from lancet.graph.operations import Op, OpGraph
@@ -89,13 +90,18 @@ class Plan:
             DataError: the text is no plan of this format.
         """
         values = json.loads(text)
-        expected = {"format", *(field.name for field in fields(cls))}
-        if values.get("format") != _FORMAT or set(values) != expected:
+        version = values.pop("format", None) if isinstance(values, dict) else None
+        if version != _FORMAT:
             raise DataError(
-                f"expected a plan of format {_FORMAT} with {', '.join(sorted(expected))}, got "
-                f"format {values.get('format')!r} with {', '.join(sorted(values))}; plan again"
+                f"expected a plan of format {_FORMAT}, got format {version!r}; plan again with this "
+                f"version of lancet"
             )
-        del values["format"]
+        expected = {field.name for field in fields(cls)}
+        if set(values) != expected:
+            raise DataError(
+                f"expected a plan with {', '.join(sorted(expected))}, got "
+                f"{', '.join(sorted(values))}; plan again"
+            )
         ops = tuple(
             Op(op["name"], op["kind"], op["time_s"], tuple(op["after"])) for op in values.pop("ops")
         )
@@ -220,7 +226,8 @@ def load_plans(path: str | Path) -> list[Plan]:
     """Reads a file of `save_plans`.
 
     Raises:
-        DataError: there is none, or it holds no plans of this format.
+        DataError: there is none, it holds no plans of this format, or a plan's order is not one of
+            its operations.
     """
     tree = read_json(path, "a plan")
     if not isinstance(tree, dict) or not isinstance(tree.get("plans"), list):
@@ -228,4 +235,31 @@ def load_plans(path: str | Path) -> list[Plan]:
             f"{path}: expected a plan of format {_FORMAT} with a list of plans, got other JSON; name a "
             f"file of `lancet profile` or Backend.save_plan"
         )
-    return [Plan.from_json(json.dumps(plan)) for plan in tree["plans"]]
+    try:
+        plans = [Plan.from_json(json.dumps(plan)) for plan in tree["plans"]]
+        for plan in plans:
+            _check(plan)
+    except DataError as error:
+        raise DataError(f"{path}: {error}") from None
+    except (KeyError, TypeError, ValueError) as error:
+        raise DataError(
+            f"{path}: expected a plan of format {_FORMAT}, got values of other names or types "
+            f"({type(error).__name__}: {error}); plan again"
+        ) from None
+    return plans
+
+
+def _check(plan: Plan) -> None:
+    """Refuses an order that is not one of the plan's operations, and seconds that cannot be."""
+    if sorted(plan.order) != sorted(op.name for op in plan.ops):
+        raise DataError(
+            f"{plan.graph}: expected an order of the plan's {len(plan.ops)} operations, got "
+            f"{len(plan.order)} names, some of others; plan again"
+        )
+    OpGraph(plan.ops)
+    OpGraph(plan.ordered_ops)
+    seconds = (plan.before_s, plan.makespan_s, plan.exposed_before_s, plan.exposed_s)
+    if not all(isfinite(value) and value >= 0 for value in seconds):
+        raise DataError(
+            f"{plan.graph}: expected finite seconds of 0 or more, got {seconds}; plan again"
+        )

@@ -24,7 +24,7 @@ from lancet.graph.capture import CapturedGraph, capture
 from lancet.graph.operations import Op
 from lancet.graph.rewrite import collectives
 from lancet.planner.memory import KeptTensor
-from lancet.planner.plan import Plan, make_plan, save_plans
+from lancet.planner.plan import Plan, load_plans, make_plan, save_plans
 from lancet.report import GraphReport, StepReport
 from lancet.runtime.agreement import share_text, share_texts
 from lancet.runtime.executor import PLANNED, GraphExecutor
@@ -76,6 +76,7 @@ class Backend:
         self._control = Group.control(group.checked(), name="lancet")
         self._executors: list[GraphExecutor] = []
         self._plans: dict[str, str] = {}
+        self._stored: list[Plan] = []
         self._warnings: list[str] = []
         self._order_name = PLANNED
         self._num_backwards, self._check_s = 0, 0.0
@@ -91,6 +92,19 @@ class Backend:
     def save_plan(self, path: str | Path) -> None:
         """Writes the plans of all graphs as JSON; they are the same on every rank."""
         save_plans(path, self.plans.values())
+
+    def load_plan(self, path: str | Path) -> None:
+        """Takes the plans of a file that `save_plan` wrote, in place of planning.
+
+        Call it before the first step. Rank 0 reads the file, the others get its plans, which keep the
+        memory that they were made for. For a graph of another model, batch or torch the report has a
+        sentence, and it is planned anew.
+
+        Raises:
+            DataError: on rank 0: there is no file, or it holds no plans of this format.
+        """
+        if self._group.rank == 0:
+            self._stored = load_plans(path)
 
     @property
     def plans(self) -> dict[str, Plan]:
@@ -185,17 +199,34 @@ class Backend:
             return None
         text = None
         if self._group.rank == 0:
-            times = [rank_times for _, rank_times, _ in observed]
-            ops = [_average(op, times) for op in executor.list_ops()]
-            kept = [
-                [_read_tensor(values) for values in rank_tensors] for *_, rank_tensors in observed
-            ]
-            text = make_plan(
-                executor.name, digest, torch.__version__, ops, kept, self._memory_bytes
-            ).to_json()
+            plan = self._find_stored(executor)
+            if plan is None:
+                times = [rank_times for _, rank_times, _ in observed]
+                ops = [_average(op, times) for op in executor.list_ops()]
+                kept = [[_read_tensor(values) for values in own] for *_, own in observed]
+                plan = make_plan(
+                    executor.name, digest, torch.__version__, ops, kept, self._memory_bytes
+                )
+            text = plan.to_json()
         text = share_text(self._control, text)
         self._plans[executor.name] = text
         return Plan.from_json(text).order
+
+    def _find_stored(self, executor: GraphExecutor) -> Plan | None:
+        """The loaded plan of a graph, None if it has none."""
+        if not self._stored:
+            return None
+        wanted = executor.captured.digest(), torch.__version__
+        for plan in self._stored:
+            if (plan.digest, plan.torch) == wanted:
+                return replace(plan, graph=executor.name)
+        graphs = [f"{plan.digest[:8]} of torch {plan.torch}" for plan in self._stored]
+        self._warn(
+            f"{executor.name}: expected a loaded plan of the graph {wanted[0][:8]} of torch "
+            f"{wanted[1]}, got those of {', '.join(graphs)}; it is planned anew: load a plan of this "
+            f"model, batch and number of ranks"
+        )
+        return None
 
     def _accept(self, position: int | None) -> bool:
         """Whether the planned order gave the captured order's bits on all ranks."""
