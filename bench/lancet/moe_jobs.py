@@ -204,7 +204,6 @@ def take_turns(
     num_turns: int,
     *,
     num_warm: int = 1,
-    call: Callable[[Step, Mapping[str, Tensor]], float] = Step.__call__,
 ) -> Turns:
     """Runs a step of each way a turn, beginning with another one each turn; a barrier before each."""
     group, names = Group.world(), list(ways)
@@ -215,7 +214,7 @@ def take_turns(
             before = group.ledger.snapshot()
             barrier(group)
             began = time.perf_counter()
-            turns.losses.append(call(ways[name], batch))
+            turns.losses.append(ways[name](batch))
             took_s = time.perf_counter() - began
             if turn >= num_warm:
                 turns.seconds[name].append(took_s)
