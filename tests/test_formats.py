@@ -24,6 +24,7 @@ import bytecheckpoint as bcp
 import gnnflow
 import heta
 import hybridflow as hy
+import lancet
 from shared.claims import read_demo
 from shared.comms import RankPool
 from shared.errors import MeshyardError
@@ -370,6 +371,30 @@ def test_a_mapping_and_a_placed_recipe_of_hybridflow(tmp_path):
     assert (tmp_path / "again.yaml").read_text() == (folder / "placed.yaml").read_text()
 
 
+# -- lancet ---------------------------------------------------------------------------------
+
+
+def check_lancet_plan(folder, pool):
+    expected = EXPECTED["lancet"]
+    status, printed = writer.run_command("lancet", "explain", folder / "plan.json", "--json")
+    assert status == 0
+    assert json.loads(printed)["plans"] == expected["plans"]
+    plans = json.loads((folder / "plan.json").read_text())["plans"]
+    assert [plan["order"] for plan in plans] == expected["orders"]
+    for plan, seconds in zip(plans, expected["plans"], strict=True):
+        ops = {
+            op["name"]: lancet.Op(op["name"], op["kind"], op["time_s"], tuple(op["after"]))
+            for op in plan["ops"]
+        }
+        assert lancet.simulate(ops.values()).makespan_s == seconds["before_s"]
+        planned = lancet.simulate(ops[name] for name in plan["order"])
+        assert planned.makespan_s == seconds["makespan_s"]
+
+
+def test_a_plan_of_lancet_is_explained_and_replayed_as_it_was_planned(tmp_path):
+    check_lancet_plan(writer.unpack("lancet", tmp_path), None)
+
+
 # -- shared ---------------------------------------------------------------------------------
 
 
@@ -412,6 +437,7 @@ def flip(file, tensor):
         ("mspipe", "memory.safetensors", "rows", check_mspipe_memory),
         ("hybridflow", "run/*/actor/__1_0.distcp", None, check_hybridflow_weights),
         ("hybridflow", "extra/*/extra.pt", None, check_hybridflow_extra),
+        ("lancet", "plan.json", None, check_lancet_plan),
     ],
 )
 def test_flipped_bytes_are_noticed(tmp_path, pool, package, file, tensor, check):

@@ -2,7 +2,7 @@
 
 All of it was written with version 0.1.0, through public names and command lines only, and lies in one
 zip a package (`adaqp.zip`, `bytecheckpoint.zip`, `gnnflow.zip`, `heta.zip`, `hybridflow.zip`,
-`mspipe.zip`, `shared.zip`). `expected.json` holds what was in memory then, and how a run without interruption went
+`mspipe.zip`, `lancet.zip`, `shared.zip`). `expected.json` holds what was in memory then, and how a run without interruption went
 on; tensors stand there as hashes of their bytes. `tests/test_formats.py` reads everything and compares.
 
 - `bytecheckpoint`: `run`, step 3 of a run of two ranks: a module, AdamW, a DTensor and a flat shard cut
@@ -18,6 +18,7 @@ on; tensors stand there as hashes of their bytes. `tests/test_formats.py` reads 
 - `hybridflow`: `run`, what `hybridflow train grpo-sort` on two tensor-parallel ranks saves after step 2,
   of the weights in `model`; `extra`, a checkpoint of batches; `mapping.json`, a mapping; `placed.yaml`,
   a recipe with its models placed.
+- `lancet`: `plan.json`, what a backend saves after a step of a layer of experts on two ranks.
 - `shared`: `demo.json`, a demo's claims, and `cluster.yaml`, a cluster.
 
 To write them anew, run `python tests/assets/write_formats.py` where the packages are installed; only a
@@ -55,13 +56,23 @@ import bytecheckpoint as bcp
 import gnnflow
 import heta
 import hybridflow as hy
+import lancet
 import mspipe
 from shared.claims import Claim, write_demo
-from shared.comms import RankPool
+from shared.comms import Group, RankPool
 from shared.topology import Cluster, Device, Link
 
 HERE = Path(__file__).parent
-PACKAGES = ("bytecheckpoint", "adaqp", "gnnflow", "heta", "mspipe", "hybridflow", "shared")
+PACKAGES = (
+    "bytecheckpoint",
+    "adaqp",
+    "gnnflow",
+    "heta",
+    "mspipe",
+    "hybridflow",
+    "lancet",
+    "shared",
+)
 TIMEOUT = timedelta(seconds=60)
 
 
@@ -462,6 +473,53 @@ def write_hybridflow(folder: Path) -> dict[str, Any]:
     }
 
 
+# -- lancet ---------------------------------------------------------------------------------
+
+
+class ExpertsBetween(nn.Module):
+    """A layer of experts between two linear ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.experts = lancet.moe.Layer(8, 16, 4, gate="top_k", k=2)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """A loss."""
+        added, balance = self.experts(self.first(tokens))
+        return self.last(tokens + added).square().mean() + 0.01 * balance
+
+
+def _plan_lancet(path: str) -> dict[str, Any]:
+    torch.manual_seed(0)
+    group = Group.world()
+    model = lancet.parallelize(ExpertsBetween(), group)
+    backend = lancet.Backend(group, partition=None)
+    step: Any = torch.compile(model, backend=backend, fullgraph=True)
+    step(torch.randn(6, 8)).backward()
+    if group.rank == 0:
+        backend.save_plan(path)
+    plans = [graph.plan for graph in backend.report().graphs if graph.plan is not None]
+    return {
+        "plans": [
+            {
+                "graph": plan.graph,
+                "before_s": plan.before_s,
+                "makespan_s": plan.makespan_s,
+                "exposed_before_s": plan.exposed_before_s,
+                "exposed_s": plan.exposed_s,
+            }
+            for plan in plans
+        ],
+        "orders": [list(plan.order) for plan in plans],
+    }
+
+
+def write_lancet(folder: Path, pool: RankPool) -> dict[str, Any]:
+    """A backend's plan; its seconds and its order."""
+    return pool.run(_plan_lancet, str(folder / "plan.json")).results[0]
+
+
 # -- shared ---------------------------------------------------------------------------------
 
 FIGURES = {"curve": [1.5, 2.0, 2.25], "labels": ["one", "two"]}
@@ -578,10 +636,12 @@ def main() -> None:
             "bytecheckpoint": write_bytecheckpoint(folders["bytecheckpoint"], pool),
             "adaqp": write_adaqp(folders["adaqp"], pool),
         }
+        plan = write_lancet(folders["lancet"], pool)
     expected["gnnflow"] = write_gnnflow(folders["gnnflow"])
     expected["heta"] = write_heta(folders["heta"])
     expected["mspipe"] = write_mspipe(folders["mspipe"])
     expected["hybridflow"] = write_hybridflow(folders["hybridflow"])
+    expected["lancet"] = plan
     write_shared(folders["shared"])
     for folder in folders.values():
         _pack(folder)
