@@ -187,7 +187,7 @@ def bench_simulated(benchmark, record_claim, name):
         Claim(
             name=f"least hidden share of what weight gradients can hide, {name}",
             ours=min(hidden), baseline=HIDDEN_AIM, baseline_name="the aim",
-            higher_is_better=True, **{**common, "unit": "share"},
+            higher_is_better=True, **(common | {"unit": "share"}),
         ),
         aim=1.0, spread=(min(hidden) / HIDDEN_AIM, max(hidden) / HIDDEN_AIM),
     )  # fmt: skip

@@ -268,7 +268,7 @@ def bench_step(lab_pool, benchmark, record_claim, ratio):
             name=f"share reached of the limit of a step, {where}", ours=median(limits),
             baseline=outcome.costs.limit_s / median(outcome.seconds[CAPTURED]),
             baseline_name="the captured order's share", higher_is_better=True, correct=is_right,
-            **{**common, "unit": "share"},
+            **(common | {"unit": "share"}),
         ),
     )  # fmt: skip
     for faster, slower, what in (

@@ -207,7 +207,8 @@ def take_turns(
 ) -> Turns:
     """Runs a step of each way a turn, beginning with another one each turn; a barrier before each."""
     group, names = Group.world(), list(ways)
-    turns = Turns(*({name: [] for name in names} for _ in range(3)), losses=[])
+    empty: list[Any] = [{name: [] for name in names} for _ in range(3)]
+    turns = Turns(*empty, losses=[])
     for turn, batch in enumerate(islice(batches, num_warm + num_turns)):
         first = turn % len(names)
         for name in names[first:] + names[:first]:
