@@ -3,6 +3,7 @@
 import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "bench/diffusionpipe"))
 pytest.importorskip("diffusers")
 
 from bench_filling import find_limit
+from bench_virtual import Case, judge
 from sleepers import fill_as_published, make_profile, without_frozen_part
 from small_sd import is_same_training, measure_ratio
 from turns import Turns, compare
@@ -80,3 +82,32 @@ def test_a_made_profile_has_the_ratio_asked_for():
             row[0] for chain in profile.chains for row in (*chain.forward_s, *chain.backward_s)
         )
         assert profile.frozen_s["z"][0] / trained == pytest.approx(0.4)
+
+
+@pytest.mark.parametrize(
+    ("planned", "measured", "is_right"),
+    [
+        ((1.0, 1.4), (1.0, 1.4), True),
+        ((1.0, 1.4), (1.0, 1.06), True),
+        # Nothing was filled where the plan fills.
+        ((1.0, 1.4), (1.0, 1.0), False),
+        # Faster than the limit: nothing slept.
+        ((1.0, 1.4), (0.9, 1.4), False),
+        # Two backbones on two devices leave no idle time to fill.
+        ((1.0, 1.0), (1.0, 1.0), True),
+        ((1.0, 1.04), (1.0, 1.005), False),
+    ],
+)
+def test_sleeping_devices_are_right_if_they_sleep_and_gain_what_the_plan_says(
+    planned, measured, is_right
+):
+    """Seconds of a step, filled and with frozen parts first."""
+    filled, first = (SimpleNamespace(predicted_s=seconds) for seconds in planned)
+    case = Case("a case", None, filled, first, 0.95)
+    seconds = {"filled": [measured[0]], "first": [measured[1]]}
+    claims = []
+    judge(lambda claim, **_: claims.append(claim), [(case, seconds)], "2 stages", "a command")
+    assert [claim.correct for claim in claims] == [is_right] * 3
+    assert claims[0].ours == pytest.approx(0.95 / measured[0])
+    assert claims[1].ours == pytest.approx(100 * abs(1 / measured[0] - 1))
+    assert claims[2].ratio == pytest.approx(measured[1] / measured[0])

@@ -126,12 +126,17 @@ from torch import nn
 import diffusionpipe as dp
 
 
-def build():
+def build(**options):
     torch.manual_seed(0)
     inputs = lambda batch, frozen, draw: {"sample": frozen["z"], "target": batch["x"]}
     loss = lambda output, target: (output - target).square().mean(1)
-    job = dp.Job(dp.chain([nn.Linear(4, 4), nn.Tanh()]), {"z": lambda b: b["x"] * 2}, inputs, loss)
+    layers = [nn.Linear(4, 4, **options), nn.Tanh()]
+    job = dp.Job(dp.chain(layers), {"z": lambda b: b["x"] * 2}, inputs, loss)
     return job, [{"x": torch.randn(8, 4)} for _ in range(3)]
+
+
+def build_unlike():
+    return build(bias=False)
 
 
 def stop():
@@ -157,6 +162,18 @@ def test_a_job_is_profiled_planned_and_trained(tmp_path, capsys, monkeypatch):
     record = json.loads(capsys.readouterr().out)
     assert len(record["losses"]) == 3
     assert (tmp_path / record["out"] / "model.safetensors").is_file()
+
+
+def test_training_refuses_a_plan_of_another_job(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "jobs.py").write_text(JOBS)
+    Cluster.uniform(1, 1, CPU).to_yaml(tmp_path / "cluster.yaml")
+    assert main(["profile", "--build", "jobs.py:build"]) == 0
+    assert main(["plan", "--cluster", "cluster.yaml", "--batch-size", "8"]) == 0
+    capsys.readouterr()
+    assert main(["train", "--build", "jobs.py:build_unlike", "--num-steps", "1"]) == 1
+    assert "plan: expected one made for this job (" in capsys.readouterr().err
+    assert not (tmp_path / "report/diffusionpipe/trained").exists()
 
 
 def test_errors_of_a_users_build_stay_what_they_are(tmp_path, capsys):

@@ -81,12 +81,30 @@ def test_missing_wheels_are_named(monkeypatch):
         data.load_digits()
 
 
-def test_of_transformers_warnings_only_that_of_torchvision_is_dropped(monkeypatch):
+class _Diffusers:
+    """Warns as transformers does at the first import of a pipeline, and of something else."""
+
+    def __init__(self, logger):
+        self._logger = logger
+
+    @property
+    def StableDiffusionPipeline(self):
+        self._logger.warning("`CLIPImageProcessor` requires torchvision (not installed)")
+        self._logger.warning("another warning")
+        return object
+
+
+def test_importing_a_pipeline_drops_one_warning_of_transformers_and_only_meanwhile(monkeypatch):
     from transformers.utils import import_utils
 
     messages, handler = [], logging.Handler()
     monkeypatch.setattr(handler, "emit", lambda record: messages.append(record.getMessage()))
     monkeypatch.setattr(import_utils.logger, "handlers", [handler])
-    import_utils.logger.warning("`CLIPImageProcessor` requires torchvision (not installed)")
-    import_utils.logger.warning("another warning")
+    monkeypatch.setitem(sys.modules, "diffusers", _Diffusers(import_utils.logger))
+    name = "diffusionpipe.job.pipelines.stable_diffusion"
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    assert importlib.import_module(name).StableDiffusionPipeline is object
+    monkeypatch.delitem(sys.modules, name)
     assert messages == ["another warning"]
+    import_utils.logger.warning("a user's module requires torchvision")
+    assert messages[1:] == ["a user's module requires torchvision"]

@@ -1,6 +1,5 @@
 """Trains diffusion models in stages over slow links, frozen parts running while training waits."""
 
-import logging
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -15,11 +14,6 @@ if getattr(shared, "__project__", None) != "meshyard":
         "(`pip uninstall shared`), then install diffusionpipe again: "
         "`pip install --force-reinstall --no-deps ./shared`."
     )
-
-# Pipelines of diffusers make transformers say this of image processors that nothing here uses.
-logging.getLogger("transformers.utils.import_utils").addFilter(
-    lambda record: "requires torchvision" not in record.getMessage()
-)
 
 if TYPE_CHECKING:
     from diffusionpipe.job import losses

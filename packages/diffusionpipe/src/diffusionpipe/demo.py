@@ -32,7 +32,7 @@ _BATCH, _MICRO_BATCHES, _IMAGE_SIZE, _CHANNELS = 8, 2, 64, (32, 64)
 _MODULES = (
     "diffusionpipe.runtime.engine",
     "diffusionpipe.runtime.virtual",
-    "diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion",
+    "diffusionpipe.job.pipelines.stable_diffusion",
     "transformers.models.bert.modeling_bert",
     "sklearn.datasets",
     "torch._dynamo",

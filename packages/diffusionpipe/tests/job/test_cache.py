@@ -71,6 +71,8 @@ def test_losses_are_the_same_to_the_bit_and_a_second_epoch_encodes_nothing(job, 
     assert torch.equal(torch.stack(losses), torch.stack(expected))
     # Noise, times and latents are drawn anew.
     assert len({float(loss.detach()) for loss in losses}) == 4
+    # Profiles and plans of either are the other's too.
+    assert cached.list_fingerprints() == job.list_fingerprints()
 
 
 def test_values_come_back_to_the_bit_wherever_a_sample_stands(job, tmp_path):

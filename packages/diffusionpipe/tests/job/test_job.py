@@ -128,10 +128,13 @@ def test_a_target_of_velocity_needs_latents():
     assert feeds["target"] == ("z",)
 
 
-def test_outputs_that_only_a_change_of_form_shows_are_traced():
-    """Normalised values, whole numbers and flags."""
+@pytest.mark.parametrize("is_followed", [True, False])
+def test_outputs_that_only_a_change_of_form_shows_are_traced(is_followed):
+    """Normalised values, whole numbers and flags; by operators of torch, or through numpy."""
 
     def inputs(batch, frozen, draw):
+        if not is_followed:
+            frozen = {name: torch.from_numpy(value.numpy()) for name, value in frozen.items()}
         scaled = frozen["z"] / frozen["z"].norm(dim=1, keepdim=True)
         return {
             "sample": scaled + frozen["index"][:, None] * frozen["flag"][:, None],
@@ -146,6 +149,36 @@ def test_outputs_that_only_a_change_of_form_shows_are_traced():
     job = dp.Job(dp.chain([nn.Linear(3, 3)]), frozen, inputs, lambda o, t: (o - t).mean(1))
     feeds = {"sample": ("z", "index", "flag"), "target": ("z",)}
     assert job.feeds({"x": torch.randn(2, 3)}) == (feeds,)
+
+
+@pytest.mark.parametrize("is_written", [False, True])
+def test_outputs_that_draws_hardly_ever_select_are_followed(is_written):
+    """Labels of one sample in a million; and a target that has a frozen output's shape only."""
+
+    def inputs(batch, frozen, draw):
+        is_labelled, labels = draw.uniform() < 1e-6, torch.zeros(2, dtype=torch.int64)
+        if is_written:
+            labels[is_labelled] = frozen["label"][is_labelled]
+        else:
+            labels = torch.where(is_labelled, frozen["label"], labels)
+        sample = frozen["z"] + labels[:, None]
+        return {"sample": sample, "target": torch.zeros_like(frozen["z"])}
+
+    frozen = {"z": lambda b: b["x"], "label": lambda b: torch.arange(1, 3)}
+    job = dp.Job(dp.chain([nn.Linear(3, 3)]), frozen, inputs, lambda o, t: (o - t).mean(1))
+    feeds = {"sample": ("z", "label"), "target": ()}
+    assert job.feeds({"x": torch.randn(2, 3)}) == (feeds,)
+
+
+def test_halves_of_one_output_are_told_apart():
+    job = dp.Job(
+        dp.chain([nn.Linear(3, 3)]),
+        {"pair": lambda b: b["x"].chunk(2, 1)},
+        lambda batch, frozen, draw: {"sample": frozen["pair"][0], "target": frozen["pair"][1]},
+        lambda output, target: (output - target).mean(1),
+    )
+    feeds = {"sample": ("pair.0",), "target": ("pair.1",)}
+    assert job.feeds({"x": torch.randn(2, 6)}) == (feeds,)
 
 
 def test_indices_that_are_changed_stay_within_their_table():

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from diffusionpipe.runtime.checkpoint import save_state
 from diffusionpipe.runtime.engine import Engine
 from shared.errors import ConfigError, DataError
 
@@ -89,10 +90,7 @@ def test_other_jobs_seeds_and_folders_are_refused(tmp_path):
     engine = Engine(make_job(), PLANS["one process"](), make_adam, seed=3)
     with pytest.raises(ConfigError, match=r"a checkpoint of seed 3, got one of seed 0"):
         engine.load(folder)
-    assert engine.step == 0
-    assert not engine.optimizer.state
-    for name, weight in make_job().trained.items():
-        assert torch.equal(engine.job.trained[name], weight)
+    check_untouched(engine)
     engine = Engine(make_job(), PLANS["one process"](), make_adam)
     with pytest.raises(DataError, match=r"expected a checkpoint, there is nothing"):
         engine.load(tmp_path / "none")
@@ -104,6 +102,36 @@ def test_other_jobs_seeds_and_folders_are_refused(tmp_path):
     )
     with pytest.raises(DataError, match=r"that an engine wrote, got one without 'engine.format'"):
         engine.load(tmp_path / "other")
+
+
+def check_untouched(engine):
+    assert engine.step == 0
+    assert not engine.optimizer.state
+    for name, weight in make_job().trained.items():
+        assert torch.equal(engine.job.trained[name], weight)
+
+
+# Adam has all of AdamW's options and state, so that only its name tells them apart.
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
+def test_a_checkpoint_of_another_optimizer_is_refused(kind, tmp_path):
+    folder = tmp_path / "checkpoint"
+    train_and_save("one process", str(folder), 1)
+    engine = Engine(make_job(), PLANS["one process"](), lambda p: kind(p, 0.1))
+    told = rf"checkpoint of the optimizer {kind.__name__}, got one of AdamW; make the engine"
+    with pytest.raises(ConfigError, match=told):
+        engine.load(folder)
+    check_untouched(engine)
+    assert engine.optimizer.param_groups[0]["lr"] == 0.1
+
+
+def test_a_checkpoint_of_another_format_is_refused(tmp_path):
+    engine = Engine(make_job(make_model(seed=5)), PLANS["one process"](), make_adam)
+    facts = {"format": 1, "step": 1, "seed": 0}
+    save_state(tmp_path / "checkpoint", engine.job.trained, None, facts, None)
+    engine = Engine(make_job(), PLANS["one process"](), make_adam)
+    with pytest.raises(DataError, match=r"a checkpoint of format 2, got format 1; load it with"):
+        engine.load(tmp_path / "checkpoint")
+    check_untouched(engine)
 
 
 def test_damaged_checkpoints_and_folders_that_cannot_be_written_are_named(tmp_path):

@@ -10,15 +10,17 @@ import pytest
 import torch
 from torch import nn
 
+import diffusionpipe as dp
 from diffusionpipe.job.draws import Draw
 from diffusionpipe.job.layers import OUTPUT, ChainLayer
-from diffusionpipe.planner.plan import list_fingerprints
 from diffusionpipe.runtime.engine import Engine
 from diffusionpipe.runtime.links import Links
 from diffusionpipe.runtime.stages import StageCompute
 from diffusionpipe.runtime.weights import is_freed
 from shared.comms import Group, RankPool
 from shared.errors import CommError, ConfigError, DataError, DivergenceError, RankFailure
+from shared.topology import Cluster
+from shared.topology.device import CPU
 
 from .conftest import MODULES
 from .test_engine import train
@@ -242,9 +244,9 @@ def test_a_plan_for_another_number_of_ranks_is_refused():
 
 def test_a_plan_for_another_job_or_torch_is_refused():
     job, plan = make_job(), PLANS["one process"]()
-    prints = list_fingerprints(job)
+    prints = job.list_fingerprints()
     Engine(job, replace(plan, fingerprints=prints), make_sgd)
-    narrow = list_fingerprints(make_job(make_model(dtype=torch.float32)))
+    narrow = make_job(make_model(dtype=torch.float32)).list_fingerprints()
     with pytest.raises(
         ConfigError, match=rf"for this job \({prints['job']}\), got .* another \({narrow['job']}\)"
     ):
@@ -253,6 +255,20 @@ def test_a_plan_for_another_job_or_torch_is_refused():
         ConfigError, match=r"made for this torch .* got one made for another \(1.0\); profile"
     ):
         Engine(job, replace(plan, fingerprints=prints | {"torch": "1.0"}), make_sgd)
+
+
+def test_a_profile_of_the_same_layers_with_other_weights_is_refused(tmp_path):
+    job, narrow = make_job(), make_job(make_model(dtype=torch.float32))
+    dp.profile(job, make_batch(0), sizes=[1], repeats=1).save(tmp_path / "profile.json")
+    measured = dp.JobProfile.load(tmp_path / "profile.json")
+    alone = Cluster.uniform(1, 1, CPU)
+    # A plan that was made without the job is for this job too.
+    by_profile = dp.plan(None, measured, alone, batch_size=BATCH)
+    assert by_profile.fingerprints == job.list_fingerprints()
+    assert dp.plan(job, measured, alone, batch_size=BATCH).fingerprints == by_profile.fingerprints
+    own, other = (each.list_fingerprints()["job"] for each in (narrow, job))
+    with pytest.raises(ConfigError, match=rf"one of this job \({own}\), .* functions \({other}\)"):
+        dp.plan(narrow, measured, alone, batch_size=BATCH)
 
 
 @pytest.mark.unchecked

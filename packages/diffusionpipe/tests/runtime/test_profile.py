@@ -1,10 +1,12 @@
 from unittest import mock
 
+import pytest
 import torch
 from torch import nn
 
 import diffusionpipe as dp
 from diffusionpipe.profiler import measure
+from shared.errors import ConfigError
 
 
 class _Clock:
@@ -14,9 +16,9 @@ class _Clock:
         return self.now
 
 
-def _job(clock, seconds):
+def _job(clock, seconds, **options):
     """A job whose one layer takes so many seconds."""
-    linear = nn.Linear(4, 4)
+    linear = nn.Linear(4, 4, **options)
 
     def call(state):
         clock.now += seconds
@@ -43,3 +45,16 @@ def test_all_ranks_get_the_same_figures(pair):
     assert first == second
     assert first.num_ranks == 2
     assert first.forward_s == ((1.5,),)
+
+
+def profile_unlike_jobs():
+    """Ranks whose one layer has a bias, or none."""
+    job = _job(_Clock(), 0.0, bias=torch.distributed.get_rank() == 0)
+    with pytest.raises(ConfigError) as told:
+        dp.profile(job, {"x": torch.zeros(4, 4)}, sizes=[4])
+    return str(told.value)
+
+
+def test_ranks_with_unlike_jobs_are_refused(pair):
+    for text in pair.run(profile_unlike_jobs).results:
+        assert "expected the same job and sizes on every rank, got different ones" in text

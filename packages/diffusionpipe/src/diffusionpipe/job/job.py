@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -311,6 +313,11 @@ class Job:
             "self_conditioning": self.self_conditioning,
         }
         return json.dumps(about)
+
+    def list_fingerprints(self) -> dict[str, str]:
+        """What profiles and plans are made for: a hash of `describe` as "job", and torch's version."""
+        digest = hashlib.sha256(self.describe().encode()).hexdigest()
+        return {"job": digest[:16], "torch": version("torch")}
 
     def export(self, folder: str | Path) -> None:
         """Saves the pipeline's folder, or the backbone's; an adapter alone if it trains.

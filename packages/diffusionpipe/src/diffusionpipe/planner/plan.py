@@ -7,14 +7,13 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 from shared.errors import ConfigError, DataError
 from shared.files import read_json, write_atomically
 
-__all__ = ["Action", "Kind", "Order", "Placement", "Plan", "RankForecast", "list_fingerprints"]
+__all__ = ["Action", "Kind", "Order", "Placement", "Plan", "RankForecast"]
 
 _FORMAT = 1
 
@@ -96,7 +95,7 @@ class Plan:
         edges: bytes of a step by (source rank, target rank), without those of sums.
         ranks: forecast of each rank.
         explanation: why a search chose this plan.
-        fingerprints: what the plan was made for, as `list_fingerprints` says; empty if for no job.
+        fingerprints: what the plan was made for, as `Job.list_fingerprints` says; empty if unknown.
 
     Raises:
         ConfigError: the parts contradict each other.
@@ -290,9 +289,3 @@ def _read_action(text: str) -> Action:
         first, stop = map(int, rows.split(":"))
         return Action("encode", name=name, samples=(first, stop))
     return Action(kind, *map(int, rest.split()))  # type: ignore[arg-type]
-
-
-def list_fingerprints(job: Any) -> dict[str, str]:
-    """What a plan is made for: layers, weights and frozen parts of a job, hashed, and torch's version."""
-    text = job.describe()
-    return {"job": hashlib.sha256(text.encode()).hexdigest()[:16], "torch": version("torch")}

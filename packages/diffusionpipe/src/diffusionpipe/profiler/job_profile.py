@@ -74,6 +74,7 @@ class JobProfile:
         message_s: seconds of computation that a rank loses to a message that it sends and one that it
             receives, whatever their sizes.
         message_s_per_byte: the same, a byte of each.
+        fingerprints: of the job that was measured, as `Job.list_fingerprints` says; empty if unknown.
     """
 
     sizes: tuple[int, ...]
@@ -89,6 +90,7 @@ class JobProfile:
     message_s: float = 0.0
     message_s_per_byte: float = 0.0
     frozen_working_bytes: dict[str, int] = field(default_factory=dict)
+    fingerprints: dict[str, str] = field(default_factory=dict)
 
     def __getattr__(self, name: str) -> Any:
         if name in ChainProfile.__dataclass_fields__:

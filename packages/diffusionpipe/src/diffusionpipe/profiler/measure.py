@@ -114,6 +114,7 @@ def profile(
         self_conditioning=job.self_conditioning,
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         num_ranks=1,
+        fingerprints=job.list_fingerprints(),
     )
     return _agree(measured)
 
@@ -275,7 +276,9 @@ def _agree(measured: JobProfile) -> JobProfile:
     gathered: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(gathered, measured)
     ranks: list[JobProfile] = gathered
-    if any(each.sizes != measured.sizes or each.layers != measured.layers for each in ranks):
+    if any(
+        (each.sizes, each.fingerprints) != (measured.sizes, measured.fingerprints) for each in ranks
+    ):
         raise ConfigError(
             "profile: expected the same job and sizes on every rank, got different ones; do hand "
             "over the same model and batch everywhere"

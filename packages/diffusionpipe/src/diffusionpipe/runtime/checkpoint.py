@@ -22,7 +22,7 @@ from shared.training import check_shapes
 
 __all__ = ["load_state", "save_state"]
 
-_FORMAT = 1
+_FORMAT = 2
 
 
 def save_state(
@@ -101,7 +101,7 @@ def load_state(
 
     Raises:
         DataError: there is no checkpoint of this job and format; nothing was changed.
-        ConfigError: it was written with another seed; nothing was changed.
+        ConfigError: it was written with another seed or kind of optimizer; nothing was changed.
         CommError: another rank died.
     """
     import torch.distributed.checkpoint as dcp
@@ -154,6 +154,12 @@ def load_state(
             f"{os.fspath(folder)}: expected a checkpoint of seed {seed}, got one of seed "
             f"{facts['seed']}; make the engine with that seed"
         )
+    kinds = set(state["optimizer"].get("kind", {}).values()) - {type(optimizer).__name__}
+    if optimizer is not None and kinds:
+        raise ConfigError(
+            f"{os.fspath(folder)}: expected a checkpoint of the optimizer {type(optimizer).__name__}, got "
+            f"one of {', '.join(sorted(kinds))}; make the engine with that optimizer"
+        )
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(state["model"][name])
@@ -164,7 +170,7 @@ def load_state(
 def _read_optimizer(
     parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer | None
 ) -> dict[str, Any]:
-    """Each parameter's state and options, by its name."""
+    """Each parameter's state, options and kind of optimizer, by its name."""
     if optimizer is None:
         return {}
     options = {
@@ -177,6 +183,7 @@ def _read_optimizer(
             name: dict(optimizer.state[p]) for name, p in parameters.items() if p in optimizer.state
         },
         "options": {name: options[id(parameter)] for name, parameter in parameters.items()},
+        "kind": dict.fromkeys(parameters, type(optimizer).__name__),
     }
 
 

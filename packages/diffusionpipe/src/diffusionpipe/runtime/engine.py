@@ -20,7 +20,7 @@ from torch import nn
 from diffusionpipe.job.batches import take_two
 from diffusionpipe.job.draws import decide
 from diffusionpipe.job.job import Batch, Job
-from diffusionpipe.planner.plan import Plan, list_fingerprints
+from diffusionpipe.planner.plan import Plan
 from diffusionpipe.runtime.agreement import (
     Form,
     add_losses,
@@ -99,7 +99,7 @@ class Engine:
         # Small messages of the host go over connections of their own.
         self._control = None if self._group is None else Group.control()
         self.rank = 0 if self._group is None else self._group.rank
-        self._trained, self._fingerprints = job.trained, list_fingerprints(job)
+        self._trained, self._fingerprints = job.trained, job.list_fingerprints()
         problem, self.optimizer = None, None
         try:
             self._check_plan()
@@ -188,7 +188,7 @@ class Engine:
 
         Raises:
             DataError: there is no checkpoint of this job; nothing was changed.
-            ConfigError: it was written with another seed; nothing was changed.
+            ConfigError: it was written with another seed or kind of optimizer; nothing was changed.
             CommError: a rank died.
         """
         shapes = {name: tuple(value.shape) for name, value in self._trained.items()}

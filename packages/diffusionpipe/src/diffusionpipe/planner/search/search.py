@@ -13,7 +13,7 @@ from math import inf
 from typing import TYPE_CHECKING, Any
 
 from diffusionpipe.planner.costs import PlanInputs
-from diffusionpipe.planner.plan import Plan, list_fingerprints
+from diffusionpipe.planner.plan import Plan
 from diffusionpipe.planner.search.assembly import assemble
 from diffusionpipe.planner.search.bounds import find_least_s
 from diffusionpipe.planner.search.candidates import Constraints, list_sketches
@@ -50,7 +50,7 @@ def plan(
     """Chooses how to train a job on a cluster.
 
     Args:
-        job: the job; None where only its profile is at hand.
+        job: the job; None where there is only its profile.
         profile: figures that `diffusionpipe.profile` measured, the same on all ranks.
         cluster: ranks, links and memory.
         batch_size: samples of a step, over all ranks.
@@ -67,14 +67,10 @@ def plan(
         ConfigError: the profile is of another job, a number does not fit the batch, the model or the
             cluster, or no plan fits into memory.
     """
-    layers = [each.layers for each in profile.chains]
-    if job is not None and layers != [
-        tuple(layer.name for layer in each.layers) for each in job.chains
-    ]:
-        raise ConfigError(
-            f"profile: expected one of this job, got one of other layers ({', '.join(layers[0][:3])}, "
-            "...); profile the job as it is now"
-        )
+    fingerprints = profile.fingerprints
+    if job is not None:
+        fingerprints = job.list_fingerprints()
+        _check_profile(job, profile, fingerprints["job"])
     inputs = PlanInputs(profile, cluster)
     wanted = Constraints(batch_size, num_stages, num_micro_batches, placement)
     _check_constraints(inputs, wanted)
@@ -93,7 +89,7 @@ def plan(
     best = replace(
         fitting[0],
         cached_s=assemble(fitting[0], inputs, "cached").predicted_s,
-        fingerprints={} if job is None else list_fingerprints(job),
+        fingerprints=fingerprints,
     )
     changes = [*_list_notes(inputs, wanted), *find_changes(fitting, inputs)]
     return replace(best, explanation=explain(best, fitting[1:], lacking, changes))
@@ -155,6 +151,22 @@ def _list_notes(inputs: PlanInputs, wanted: Constraints) -> Iterator[str]:
         )
     if len({cluster.device(rank).flops_per_s for rank in range(cluster.num_ranks)}) > 1:
         yield "All devices count as equally fast, as profiled, though the cluster's are not."
+
+
+def _check_profile(job: Any, profile: JobProfile, fingerprint: str) -> None:
+    layers = [each.layers for each in profile.chains]
+    if layers != [tuple(layer.name for layer in each.layers) for each in job.chains]:
+        raise ConfigError(
+            f"profile: expected one of this job, got one of other layers ({', '.join(layers[0][:3])}, "
+            "...); profile the job as it is now"
+        )
+    # Profiles that were not measured name no job.
+    profiled = profile.fingerprints.get("job", fingerprint)
+    if profiled != fingerprint:
+        raise ConfigError(
+            f"profile: expected one of this job ({fingerprint}), got one of a job with other weights "
+            f"or frozen functions ({profiled}); profile the job as it is now"
+        )
 
 
 def _check_constraints(inputs: PlanInputs, wanted: Constraints) -> None:
