@@ -67,6 +67,9 @@ def simulate(model, profile, device, num_devices, rate, rows):
     ):
         unfilled = []
         for placement in placements:
+            if placement == plan.placement:
+                unfilled.append(plan.unfilled_s)
+                continue
             try:
                 peer = dp.plan(None, profile, cluster, batch_size=batch, placement=placement)
             except ConfigError:

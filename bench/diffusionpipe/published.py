@@ -31,6 +31,10 @@ _ATTENTION = 1024
 """Square matrices of at least so many rows are attention weights, which fused kernels do not keep."""
 
 
+_SIZES = 1, 8
+"""Numbers of samples whose seconds are given, in proportion; encoders take no more at once."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Published:
     """A model's operations and bytes for one sample.
@@ -306,6 +310,11 @@ MODELS: dict[str, Callable[[], Published]] = {
 }
 
 
+def list_seconds(sample_s: float) -> tuple[float, ...]:
+    """Seconds of each number of samples in a profile."""
+    return tuple(size * sample_s for size in _SIZES)
+
+
 @cache
 def count_published(name: str) -> Published:
     """Counts a model of `MODELS`."""
@@ -324,16 +333,16 @@ def make_profile(model: Published, device: Device) -> JobProfile:
         writes=tuple(layer.writes for layer in chain.layers),
         differentiable=tuple(key for layer in chain.layers for key in layer.writes),
         feeds=model.feeds,
-        forward_s=tuple((flops / rate,) for flops in model.forward_flops),
-        backward_s=tuple((model.count_backward(index) / rate,) for index in layers),
+        forward_s=tuple(list_seconds(flops / rate) for flops in model.forward_flops),
+        backward_s=tuple(list_seconds(model.count_backward(index) / rate) for index in layers),
         parameter_bytes=tuple(sum(p.nbytes for p in own) for own in parameters),
         gradient_bytes=tuple(_GRADIENT_BYTES * count for count in trained),
         saved_bytes=model.saved_bytes,
         value_bytes={**model.value_bytes, "target": model.frozen_bytes["z"] // 2},
     )
     return JobProfile(
-        sizes=(1,), chains=(own,),
-        frozen_s={name: (flops / rate,) for name, flops in model.frozen_flops.items()},
+        sizes=_SIZES, chains=(own,),
+        frozen_s={name: list_seconds(flops / rate) for name, flops in model.frozen_flops.items()},
         frozen_outputs=model.frozen_outputs, frozen_bytes=model.frozen_bytes,
         frozen_parameter_bytes={name: 2 * n for name, n in model.frozen_parameters.items()},
         # AdamW reads and writes weight, gradient and two moments: seven times a gradient's bytes.

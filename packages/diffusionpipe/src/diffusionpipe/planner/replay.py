@@ -48,6 +48,7 @@ class PlanReplay:
         self.messages = tuple(messages)
         self._buckets = [self._cut_buckets(stage) for stage in range(len(plan.spans))]
         self._edges: dict[tuple[int, int], tuple[Link, str | tuple[str, str], int]] = {}
+        self._sends: dict[tuple[int, int, int], tuple[str | tuple[str, str], float]] = {}
         self._pass_s: dict[tuple[str, int, bool], list[float]] = {}
 
     @cached_property
@@ -92,7 +93,8 @@ class PlanReplay:
         """
         operations = list(self._list_operations(is_passes_only))
         ranks = {f"rank {rank}": "given" for rank in self.ranks}
-        links = {queue: "readiness" for operation in operations for queue in list_queues(operation)}
+        held = dict.fromkeys(operation.queue for operation in operations)
+        links = {name: "readiness" for queue in held for name in list_queues(queue)}
         return Replay(operations, links | ranks).run()  # type: ignore[arg-type]
 
     def sum_seconds(self, rank: int) -> tuple[float, float]:
@@ -112,12 +114,16 @@ class PlanReplay:
 
     def count_edges(self) -> dict[tuple[int, int], int]:
         """Counts a step's bytes by sender and receiver, without sums."""
-        edges: dict[tuple[int, int], int] = defaultdict(int)
+        own: dict[tuple[int, int], int] = defaultdict(int)
         for message, size in zip(self.messages, self.sizes, strict=True):
-            sender, receiver = (self.ranks.index(r) for r in (message.sender, message.receiver))
-            for ranks in self._groups:
-                edges[ranks[sender], ranks[receiver]] += size
-        return edges
+            own[message.sender, message.receiver] += size
+        index = {rank: i for i, rank in enumerate(self.ranks)}
+        # All copies of the pipeline send the same.
+        return {
+            (ranks[index[sender]], ranks[index[receiver]]): num_bytes
+            for (sender, receiver), num_bytes in own.items()
+            for ranks in self._groups
+        }
 
     def count_sum_bytes(self, rank: int) -> int:
         """Counts a step's bytes that a rank sends in sums of gradients."""
@@ -237,8 +243,11 @@ class PlanReplay:
 
     def _find_send(self, message: PlannedMessage, size: int) -> tuple[str | tuple[str, str], float]:
         """The queues of a message, and its seconds while all groups send theirs."""
-        link, queues, share = self._find_edge(message)
-        return queues, link.time_s(size * share)
+        key = message.sender, message.receiver, size
+        if key not in self._sends:
+            link, queues, share = self._find_edge(message)
+            self._sends[key] = queues, link.time_s(size * share)
+        return self._sends[key]
 
     def _find_edge(self, message: PlannedMessage) -> tuple[Link, str | tuple[str, str], int]:
         """The link of a message, the queues it waits in, and how many groups share them."""
@@ -257,9 +266,9 @@ class PlanReplay:
         return self._edges[edge]
 
 
-def list_queues(operation: Operation) -> tuple[str, ...]:
-    """Queues that an operation holds."""
-    return (operation.queue,) if isinstance(operation.queue, str) else operation.queue
+def list_queues(queue: str | tuple[str, ...]) -> tuple[str, ...]:
+    """Names of the queues that an operation holds, one or several."""
+    return (queue,) if isinstance(queue, str) else queue
 
 
 def list_patterns(plan: Plan, inputs: PlanInputs) -> list[int]:

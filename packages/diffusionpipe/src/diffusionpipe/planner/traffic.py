@@ -8,7 +8,9 @@ both use these functions, so that their bytes agree.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from diffusionpipe.planner.plan import Action, Kind, Order
@@ -281,6 +283,9 @@ def _list_frozen(
     components: Mapping[str, Sequence[str]],
     order: Order,
 ) -> Iterator[PlannedMessage]:
+    jobs = [(r, action) for r in senders for action in order[r] if action.kind == "encode"]
+    if not jobs:
+        return
     names, needed = [], []
     for rank in range(plan.num_ranks):
         stages = plan.stages_of(rank)
@@ -288,14 +293,21 @@ def _list_frozen(
         # A rank's stages have the same rows.
         rows = [plan.samples(stages[0], m, rank) for m in range(plan.num_micro_batches)]
         needed.append(join_ranges((each.start, each.stop) for each in rows))
-    for owner in senders:
-        for action in order[owner]:
-            if action.kind != "encode":
-                continue
-            first, stop = action.samples
-            for reader, ranges in enumerate(needed):
-                keys = tuple(key for key in components[action.name] if key in names[reader])
-                cut = [(max(start, first), min(end, stop)) for start, end in ranges]
-                common = tuple(rows for rows in cut if rows[0] < rows[1])
-                if reader != owner and keys and common:
-                    yield PlannedMessage(action, None, owner, reader, keys, common, -1)
+    # Few of all ranks read a row, as copies of the pipeline and replicas share the batch.
+    readers: list[list[int]] = [[] for _ in range(plan.batch_size)]
+    for reader, ranges in enumerate(needed):
+        for first, stop in ranges:
+            for row in range(first, stop):
+                readers[row].append(reader)
+    for owner, action in jobs:
+        first, stop = action.samples
+        for reader in sorted({reader for own in readers[first:stop] for reader in own}):
+            keys = tuple(key for key in components[action.name] if key in names[reader])
+            if keys and reader != owner:
+                ranges = needed[reader]
+                low = bisect_right(ranges, first, key=itemgetter(1))
+                high = bisect_left(ranges, stop, key=itemgetter(0))
+                common = tuple(
+                    (max(begin, first), min(end, stop)) for begin, end in ranges[low:high]
+                )
+                yield PlannedMessage(action, None, owner, reader, keys, common, -1)

@@ -70,16 +70,21 @@ def _forecast(plan: Plan, inputs: PlanInputs) -> Plan:
         for group in range(plan.num_groups)
         for index, rank in enumerate(plan.list_group(group))
     }
+    seconds_of = {
+        rank: [each.sum_seconds(rank) for each in replays] for rank in set(counterpart.values())
+    }
+    sent_bytes: dict[int, float] = defaultdict(float)
+    for (sender, _), num_bytes in edges.items():
+        sent_bytes[sender] += num_bytes
     ranks = []
     for rank, peak_bytes in enumerate(find_peak_bytes(plan, inputs)):
-        seconds = [each.sum_seconds(counterpart[rank]) for each in replays]
+        seconds = seconds_of[counterpart[rank]]
         pass_s, encode_s = (
             sum(weight * pair[part] for weight, pair in zip(weights, seconds, strict=True))
             for part in (0, 1)
         )
-        sent = round(sum(num_bytes for (sender, _), num_bytes in edges.items() if sender == rank))
+        sent = round(sent_bytes[rank]) + replays[0].count_sum_bytes(rank)
         idle_s = max(step_s - pass_s - encode_s, 0.0)
-        sent += replays[0].count_sum_bytes(rank)
         ranks.append(RankForecast(pass_s, encode_s, idle_s, sent, peak_bytes))
     return replace(
         plan,
@@ -104,8 +109,9 @@ def _order_passes(plan: Plan, inputs: PlanInputs, *, has_estimate: bool) -> Plan
     for by_device in list_orders(plan, seconds, message_s, has_estimate=has_estimate):
         order: list[tuple[Action, ...]] = [()] * plan.num_ranks
         for actions in by_device:
+            own = _add_sums(plan, actions)
             for rank in plan.devices[actions[0].stage]:
-                order[rank] = _add_sums(plan, actions)
+                order[rank] = own
         name = "estimate_order" if has_estimate else "order"
         ordered = replace(plan, **{name: tuple(order)})  # type: ignore[arg-type]
         room = _find_room(ordered, inputs)

@@ -62,12 +62,12 @@ def find_least_s(sketch: Plan, inputs: PlanInputs, enough_s: float) -> float:
     sums_s: dict[str, float] = defaultdict(float)
     begin_s: dict[str, float] = {}
     for send in replay.list_sends():
-        for queue in list_queues(send):
+        for queue in list_queues(send.queue):
             busy_s[queue] += count * send.duration_s
     for each in replay.list_sums():
         v = each.name[1]  # type: ignore[index]
         own = way_in_s[v, sketch.devices[v][0]] + pass_s[v] - seconds[v][1]
-        for queue in list_queues(each):
+        for queue in list_queues(each.queue):
             busy_s[queue] += each.duration_s
             sums_s[queue] += each.duration_s
             begin_s[queue] = min(own, begin_s.get(queue, own))
