@@ -32,11 +32,16 @@ def test_peaks_are_those_by_hand(make_profile):
         spans=((0, 1), (1, 4)), devices=((0,), (1,)),
         order=((encode, *passes[0], Action("step")), (*passes[1], Action("step"))),
     )  # fmt: skip
-    first, second = find_peak_bytes(plan, PlanInputs(profile, Cluster.uniform(2, 1, CPU)))
+    inputs = PlanInputs(profile, Cluster.uniform(2, 1, CPU))
+    first, second = find_peak_bytes(plan, inputs)
     # Weights, gradients and two moments; saved values of two and of one micro-batch in flight; the
     # frozen outputs of eight rows (500 bytes each) twice; the encoder's weights where it runs.
     assert first == 4 * 1000 + 10 * 2 * 2 + 2 * 8 * 500 + 2_000_000
     assert second == 3 * 4 * 1000 + 3 * 10 * 2 * 1 + 2 * 8 * 500
+    # Steps that predict twice have another order, here with two more micro-batches in flight.
+    ahead = [Action(kind, 0, m) for kind in ("forward", "backward") for m in range(4)]
+    twice = replace(plan, estimate_order=((*ahead, Action("step")), plan.order[1]))
+    assert find_peak_bytes(twice, inputs) == [first + 10 * 2 * 2, second]
 
 
 def test_an_encoders_intermediate_values_count_while_passes_are_in_flight(make_profile):

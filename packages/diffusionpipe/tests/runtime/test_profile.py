@@ -44,6 +44,8 @@ def test_all_ranks_get_the_same_figures(pair):
     first, second = pair.run(profile_rank).results
     assert first == second
     assert first.num_ranks == 2
+    # Four floats a sample, whatever the number of samples.
+    assert first.frozen_working_bytes == {"f": 16}
     assert first.forward_s == ((1.5,),)
 
 
