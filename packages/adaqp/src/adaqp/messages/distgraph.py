@@ -81,11 +81,10 @@ class DistGraph(GraphShare):
             ConfigError: an unknown setting.
         """
         inside = Messages(self, policy, **settings)
-        try:
-            with self.using(inside):
-                yield inside
-        finally:
-            inside.settle()
+        with self.using(inside):
+            yield inside
+        # Not after an error: what is in transit then fails with it, and would hide its sentence.
+        inside.settle()
 
     @contextmanager
     def using(self, messages: Messages) -> Iterator[None]:
