@@ -128,3 +128,27 @@ def largest_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> floa
     """The largest absolute difference of tensors of the same names."""
     assert one.keys() == other.keys()
     return max((one[name] - other[name]).abs().max().item() for name in one)
+
+
+class SmallModel(nn.Module):
+    """A layer of experts without drops between two linear ones: captured in a second or two."""
+
+    def __init__(self) -> None:
+        from lancet.moe.layer import Layer
+
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = nn.Linear(16, 16)
+        self.layer = Layer(16, 24, 4, gate="top_k", k=2, capacity_factor=4.0)
+        self.last = nn.Linear(16, 16)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """The loss of tokens [n, 16]."""
+        hidden = self.inner(tokens).relu()
+        results, balance = self.layer(hidden)
+        return self.last(hidden + results).square().mean() + balance
+
+
+def small_batch(rank: int, num_tokens: int = 12) -> Tensor:
+    """A rank's tokens for a `SmallModel`."""
+    return torch.randn(num_tokens, 16, generator=torch.Generator().manual_seed(rank))

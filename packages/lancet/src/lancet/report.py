@@ -30,7 +30,8 @@ class GraphReport:
         name: the graph's.
         num_ops: its operations.
         num_runs: how often it has run.
-        plan: its plan, None if it runs in captured order.
+        plan: its plan, None if it has none of its own.
+        followed: name of the graph of another shape whose plan's order it takes, None if of none.
         captured_waits_s: by collective, seconds waited for it in a run in captured order.
         waits_s: by collective, seconds waited for it in the last run.
     """
@@ -39,6 +40,7 @@ class GraphReport:
     num_ops: int
     num_runs: int
     plan: Plan | None
+    followed: str | None
     captured_waits_s: Mapping[str, float]
     waits_s: Mapping[str, float]
 
@@ -49,15 +51,16 @@ class GraphReport:
             ValueError: the graph has no plan.
         """
         if self.plan is None:
-            raise ValueError(f"{self.name} runs in captured order, without a plan to replay")
+            raise ValueError(f"{self.name} has no plan of its own to replay")
         return simulate(self.plan.ops if captured else self.plan.ordered_ops)
 
     def lines(self) -> list[str]:
         """The report of this graph as text."""
         if self.plan is None:
+            order = f"the order of {self.followed}" if self.followed else "captured order"
             return [
                 (
-                    f"{self.name}: {self.num_ops} operations in captured order, {self.num_runs} runs, "
+                    f"{self.name}: {self.num_ops} operations in {order}, {self.num_runs} runs, "
                     f"{_seconds(self.waits_s)} waited in the last one"
                 )
             ]

@@ -35,6 +35,8 @@ _KINDS: dict[object, Kind] = {
     _collectives.all_reduce.default: "all_reduce",
 }
 _WAIT = _collectives.wait_tensor.default
+# Of torch's operators that communicate.
+_NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "c10d")
 _PASSIVE = ("placeholder", "get_attr", "output")
 
 
@@ -127,7 +129,7 @@ def list_ops(graph: fx.Graph, group_name: str, time_s: Mapping[str, float]) -> l
     """The graph's operations in captured order; a wait is none, its readers follow the collective.
 
     Operators that write to their arguments keep all others on their side; random ones keep their
-    order.
+    order, and so do collectives over other groups.
 
     Args:
         graph: after `merge_waits`.
@@ -139,6 +141,7 @@ def list_ops(graph: fx.Graph, group_name: str, time_s: Mapping[str, float]) -> l
     ops: list[Op] = []
     fence: str | None = None
     last_random: str | None = None
+    last_foreign: str | None = None
     for node in graph.nodes:
         if node.op in _PASSIVE:
             continue
@@ -154,6 +157,9 @@ def list_ops(graph: fx.Graph, group_name: str, time_s: Mapping[str, float]) -> l
         if is_random(node):
             after += [last_random] if last_random else []
             last_random = node.name
+        if _is_foreign(node, kinds):
+            after += [last_foreign] if last_foreign else []
+            last_foreign = node.name
         ops.append(
             Op(node.name, kinds.get(node, "compute"), time_s.get(node.name, 0.0), tuple(after))
         )
@@ -196,6 +202,13 @@ def is_repeatable(graph: fx.Graph) -> bool:
 
 def _is_wait(node: fx.Node, kinds: Mapping[fx.Node, Kind]) -> bool:
     return node.target is _WAIT and node.args[0] in kinds
+
+
+def _is_foreign(node: fx.Node, kinds: Mapping[fx.Node, Kind]) -> bool:
+    """Whether a node starts a collective over other ranks, which run it in an order of their own."""
+    if node in kinds or node.target is _WAIT:
+        return False
+    return getattr(node.target, "namespace", None) in _NAMESPACES
 
 
 def _writes(node: fx.Node) -> bool:

@@ -10,6 +10,7 @@ from math import isfinite
 from pathlib import Path
 
 from lancet.graph.operations import Op, OpGraph
+from lancet.planner.all_reduces import fit_all_reduces, list_all_reduces_last
 from lancet.planner.memory import KeptTensor, LiveBytes
 from lancet.planner.networks import scale_communication
 from lancet.planner.weight_gradients import Reordering, schedule
@@ -118,8 +119,8 @@ def make_plan(
 ) -> Plan:
     """Plans the order of a graph's operations: weight gradients beside all-to-alls.
 
-    Sums over ranks are tried at their captured turns and behind all all-to-alls; of both, the order
-    that replays faster is taken.
+    All-reduces that no all-to-all waits for are tried at their captured turns, behind all all-to-alls,
+    and, once weight gradients are moved, between these. The order that replays fastest is taken.
 
     Args:
         graph: its name.
@@ -130,16 +131,18 @@ def make_plan(
         memory_bytes: bytes by which each rank's peak may exceed that of the captured order; None for
             no limit.
     """
-    candidates = [
-        result
-        for variant in (ops, _sums_last(ops))
-        if (result := _schedule_within(variant, ops, tensors, memory_bytes)) is not None
-    ]
+    candidates = [_schedule_within(ops, ops, tensors, memory_bytes)]
+    if any(op.kind == "all_reduce" for op in ops):
+        by_name = {op.name: op for op in ops}
+        last = _schedule_within(list_all_reduces_last(ops), ops, tensors, memory_bytes)
+        names = by_name if last is None else last.order
+        fitted = fit_all_reduces([by_name[name] for name in names])
+        candidates += [last, _schedule_within(fitted, ops, tensors, memory_bytes)]
     compute_s = sum(op.time_s for op in ops if op.kind == "compute")
     before_s = simulate(ops).makespan_s
     order, makespan_s = tuple(op.name for op in ops), before_s
     for result in candidates:
-        if result.makespan_s < makespan_s:
+        if result is not None and result.makespan_s < makespan_s:
             order, makespan_s = result.order, result.makespan_s
     return Plan(
         graph=graph,
@@ -195,14 +198,6 @@ def _merge(tensors: Sequence[Sequence[KeptTensor]]) -> list[KeptTensor]:
                 readers=tuple({*tensor.readers, *other.readers}),
             )
     return list(merged.values())
-
-
-def _sums_last(ops: Sequence[Op]) -> list[Op]:
-    late: set[str] = set()
-    for op in ops:
-        if op.kind == "all_reduce" or late.intersection(op.after):
-            late.add(op.name)
-    return sorted(ops, key=lambda op: op.name in late)
 
 
 def replan(plan: Plan, network: float) -> Plan:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from hashlib import sha256
+
 import torch
 from torch import Tensor
 
 from shared.comms import Group, all_gather_v
+from shared.errors import DataError
 
-__all__ = ["share_text", "share_texts"]
+__all__ = ["check_same", "share_text", "share_texts"]
 
 
 def share_texts(group: Group, text: str) -> list[str]:
@@ -26,6 +29,27 @@ def share_text(group: Group, text: str | None) -> str:
         CommError: a rank died or the timeout passed.
     """
     return share_texts(group, text or "")[0]
+
+
+def check_same(group: Group, name: str, text: str) -> None:
+    """Checks that all ranks of a gloo group have the same text, by digest.
+
+    Args:
+        group: the ranks, all of which call this.
+        name: what the text is, for the error.
+        text: this rank's.
+
+    Raises:
+        DataError: a rank has another one; raised on every rank, with all digests.
+        CommError: a rank died or the timeout passed.
+    """
+    digests = share_texts(group, sha256(text.encode()).hexdigest()[:16])
+    if len({*digests}) > 1:
+        raise DataError(
+            f"{name}: expected the same on all ranks, got the digests {', '.join(digests)} on ranks 0 "
+            f"to {len(digests) - 1}; nothing was launched: start all ranks again, with one release of "
+            f"lancet and torch"
+        )
 
 
 def _encode(text: str) -> Tensor:

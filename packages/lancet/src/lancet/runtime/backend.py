@@ -22,11 +22,12 @@ from torch import fx
 
 from lancet.graph.capture import CapturedGraph, capture
 from lancet.graph.operations import Op
-from lancet.graph.rewrite import collectives
+from lancet.graph.rewrite import collectives, is_repeatable
 from lancet.planner.memory import KeptTensor
+from lancet.planner.other_shapes import follow_plan
 from lancet.planner.plan import Plan, load_plans, make_plan, save_plans
 from lancet.report import GraphReport, StepReport
-from lancet.runtime.agreement import share_text, share_texts
+from lancet.runtime.agreement import check_same, share_text, share_texts
 from lancet.runtime.executor import PLANNED, GraphExecutor
 from lancet.runtime.verification import check_replicas
 from shared.comms import Group
@@ -77,6 +78,10 @@ class Backend:
         self._executors: list[GraphExecutor] = []
         self._plans: dict[str, str] = {}
         self._stored: list[Plan] = []
+        # The backward graph that ran first is the one that is planned; the others' names by graph.
+        self._first: GraphExecutor | None = None
+        self._followed: dict[str, str] = {}
+        self._is_broken = False
         self._warnings: list[str] = []
         self._order_name = PLANNED
         self._num_backwards, self._check_s = 0, 0.0
@@ -87,6 +92,16 @@ class Backend:
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Captures a module that torch.compile has traced."""
+        reason = getattr(module, "compile_subgraph_reason", None)
+        if reason is not None and reason.graph_break and not self._is_broken:
+            # Its other graphs come later, and run as this one does.
+            self._is_broken = True
+            self._warn(
+                "the model was not captured as one graph, and runs unchanged; compile it with "
+                "fullgraph=True, which names what cannot be captured, such as the hooks of FSDP2"
+            )
+        if self._is_broken:
+            return module.forward
         return capture(module, inputs, self._group, self._add)
 
     def save_plan(self, path: str | Path) -> None:
@@ -120,6 +135,7 @@ class Backend:
                 num_ops=len(executor.list_ops()),
                 num_runs=executor.num_runs,
                 plan=plans.get(executor.name),
+                followed=self._followed.get(executor.name),
                 captured_waits_s=executor.captured_waits_s,
                 waits_s=executor.waits_s,
             )
@@ -153,18 +169,19 @@ class Backend:
             )
             return lambda arguments: captured.module.forward(*arguments)
         name = f"{captured.direction} {len(self._executors)}"
-        # A graph that only some ranks compile later must not wait for the others' plans.
-        has_run = any(
-            executor.num_runs
-            for executor in self._executors
-            if executor.captured.direction == "backward"
-        )
-        plans = self._dw and captured.direction == "backward" and not has_run
+        plans = self._dw and captured.direction == "backward"
+        if plans and self._first is None and not is_repeatable(captured.module.graph):
+            plans = False
+            self._warn(
+                f"{name}: it draws random numbers or writes to its inputs, so it cannot be measured "
+                f"before it runs, and runs in captured order"
+            )
         executor = GraphExecutor(
             captured,
             self._group,
             name,
             self._check_replicas,
+            self._follow,
             self._plan if plans else None,
             self._accept,
         )
@@ -182,6 +199,24 @@ class Backend:
             start_s = time.perf_counter()
             check_replicas(executor.parameters(), self._control)
             self._check_s = time.perf_counter() - start_s
+
+    def _follow(self, executor: GraphExecutor) -> Sequence[str] | None:
+        """The order of a backward graph that is not the first, as of a last, smaller batch.
+
+        Other ranks may run the planned graph meanwhile, so nothing is shared with them.
+        """
+        if executor.captured.direction != "backward":
+            return None
+        if self._first in (None, executor):
+            self._first = executor
+            return None
+        ops = executor.list_ops()
+        for name, plan in self.plans.items():
+            order = follow_plan(plan, ops)
+            if order is not None:
+                self._followed[executor.name] = name
+                return order
+        return [op.name for op in ops]
 
     def _plan(self, executor: GraphExecutor) -> Sequence[str] | None:
         """Plans with the other ranks; None: in captured order."""
@@ -209,6 +244,7 @@ class Backend:
                 )
             text = plan.to_json()
         text = share_text(self._control, text)
+        check_same(self._control, f"plan of {executor.name}", text)
         self._plans[executor.name] = text
         return Plan.from_json(text).order
 
@@ -228,15 +264,16 @@ class Backend:
         )
         return None
 
-    def _accept(self, position: int | None) -> bool:
+    def _accept(self, executor: GraphExecutor, position: int | None) -> bool:
         """Whether the planned order gave the captured order's bits on all ranks."""
         positions = [json.loads(text) for text in share_texts(self._control, json.dumps(position))]
-        differing = [rank for rank, found in enumerate(positions) if found is not None]
+        differing = [rank for rank, output in enumerate(positions) if output is not None]
         if differing:
+            del self._plans[executor.name]
             self._warn(
-                f"expected the captured order's bits from the planned one, got others on ranks "
-                f"{differing} (outputs {[positions[rank] for rank in differing]}); the captured order "
-                f"runs on: an operator of the model does not compute the same twice"
+                f"{executor.name}: expected the captured order's bits from the planned one, got others "
+                f"on ranks {differing} (outputs {[positions[rank] for rank in differing]}); the captured "
+                f"order runs on: an operator of the model does not compute the same twice"
             )
         return not differing
 
@@ -260,5 +297,5 @@ def _average(op: Op, times: Sequence[dict[str, float]]) -> Op:
     A collective ends for all when the last rank has started it: the least of its times is that
     without waiting for others.
     """
-    seconds = [rank_times.get(op.name, 0.0) for rank_times in times]
+    seconds = [rank_times[op.name] for rank_times in times]
     return replace(op, time_s=mean(seconds) if op.kind == "compute" else min(seconds))

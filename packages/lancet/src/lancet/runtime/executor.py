@@ -15,7 +15,7 @@ from torch.fx.graph import _BoxedCodeGen
 
 from lancet.graph.capture import CapturedGraph
 from lancet.graph.operations import Op
-from lancet.graph.rewrite import is_repeatable, list_ops, reorder
+from lancet.graph.rewrite import list_ops, reorder
 from lancet.moe.gradients import mark_averaged
 from lancet.planner.memory import KeptTensor
 from lancet.profiler import profile
@@ -35,8 +35,11 @@ class GraphExecutor:
         captured: the graph.
         group: ranks that run it.
         before_run: called at the start of each run.
+        follow_order: called in the first run; returns an order that is known without measuring, or
+            None.
         choose_order: given the graph's operations with their seconds on this rank, returns the order
-            for all ranks, or None for the captured one; called in the first run. None: not called.
+            for all ranks, or None for the captured one; called in the first run if no order is
+            known. None: not called.
         accept: called after a run in the chosen order, with the position of the first output that
             differs from that of the captured order, or None; returns whether all ranks keep the order.
 
@@ -57,15 +60,17 @@ class GraphExecutor:
         group: Group,
         name: str,
         before_run: Callable[[GraphExecutor], None],
+        follow_order: Callable[[GraphExecutor], Sequence[str] | None],
         choose_order: Callable[[GraphExecutor], Sequence[str] | None] | None,
-        accept: Callable[[int | None], bool],
+        accept: Callable[[GraphExecutor, int | None], bool],
     ) -> None:
         self.captured = captured
         self.name = name
         self._group_name = group.checked().group_name
         self._communication = Communication(group, name)
         self._before_run = before_run
-        self._choose_order, self._accept = choose_order, accept
+        self._follow_order, self._choose_order = follow_order, choose_order
+        self._accept = accept
         self.time_s: dict[str, float] = {}
         self.tensors: list[KeptTensor] = []
         self.captured_waits_s: dict[str, float] = {}
@@ -106,17 +111,24 @@ class GraphExecutor:
         """Runs the graph on its inputs, a list that is emptied, and returns its outputs."""
         self._before_run(self)
         self.num_runs += 1
-        module = self._orders.get(self.order_name, self._orders[CAPTURED])
-        outputs = self._run_first(arguments) if self.num_runs == 1 else module(arguments)
+        run = self._run_first if self.num_runs == 1 else self._run_order
+        outputs = run(arguments)
         for position, (_, reference) in self.captured.parameters.items():
             parameter = reference()
             if parameter is not None:
                 mark_averaged(outputs[position], parameter)
         return outputs
 
+    def _run_order(self, arguments: list[Any]) -> Any:
+        return self._orders.get(self.order_name, self._orders[CAPTURED])(arguments)
+
     def _run_first(self, arguments: list[Any]) -> Any:
+        order = self._follow_order(self)
+        if order is not None:
+            self._orders[PLANNED] = self._build(order)
+            return self._run_order(arguments)
         choose_order = self._choose_order
-        if choose_order is None or not is_repeatable(self.captured.module.graph):
+        if choose_order is None:
             outputs, observed = profile(self._node_by_node, arguments)
             self.time_s = observed.time_s
             return outputs
@@ -135,7 +147,7 @@ class GraphExecutor:
         outputs = run_captured(list(arguments))
         self.captured_waits_s = self.waits_s
         planned = self._build(order)
-        if self._accept(find_difference(outputs, planned(arguments))):
+        if self._accept(self, find_difference(outputs, planned(arguments))):
             self._orders[PLANNED] = planned
         return outputs
 

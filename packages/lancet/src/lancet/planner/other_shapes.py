@@ -1,0 +1,61 @@
+"""The order of a plan for the graph that a compiler makes of a batch of another shape.
+
+Such a graph comes when other ranks may run the planned one: it must launch the same collectives in
+the same order, without measuring and without a message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise
+
+from lancet.graph.operations import Op, OpGraph
+from lancet.planner.plan import Plan
+
+__all__ = ["follow_plan"]
+
+
+def follow_plan(plan: Plan, ops: Sequence[Op]) -> tuple[str, ...] | None:
+    """Orders another graph's operations like a plan's.
+
+    Collectives of a kind correspond by their captured turns, and get exactly the plan's order.
+    Operations that compute correspond by name; those that only this graph has, such as products of
+    sizes, stay with the operation listed before them, or go to the first that reads them.
+
+    Args:
+        plan: of a graph of the same program.
+        ops: the other graph's operations in captured order.
+
+    Returns:
+        Names of all operations, or None if the graphs differ in their collectives or in what these
+        wait for.
+
+    Raises:
+        DataError: two operations share a name, or one follows an unknown or a later one.
+    """
+    graph = OpGraph(ops)
+    names = [op.name for op in ops]
+    for kind in ("all_to_all", "all_reduce"):
+        planned = [op.name for op in plan.ops if op.kind == kind]
+        ours = [i for i in graph.communications if ops[i].kind == kind]
+        if len(planned) != len(ours):
+            return None
+        for name, i in zip(planned, ours, strict=True):
+            names[i] = name
+    position = {name: number for number, name in enumerate(plan.order)}
+    ranks: list[int] = []
+    for name in names:
+        ranks.append(position.get(name, ranks[-1] if ranks else 0))
+
+    needs = {i: set(needed) for i, needed in enumerate(graph.needs)}
+    for before, i in pairwise(sorted(graph.communications, key=ranks.__getitem__)):
+        needs[i].add(before)
+    try:
+        sequence = list(TopologicalSorter(needs).static_order())
+    except CycleError:
+        return None
+    for i in reversed(sequence):
+        for other in needs[i]:
+            ranks[other] = min(ranks[other], ranks[i])
+    return graph.names(sorted(sequence, key=ranks.__getitem__))
