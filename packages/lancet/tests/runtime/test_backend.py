@@ -17,9 +17,9 @@ import lancet
 from shared.comms import Group
 
 
-def _train(num_steps, folder):
+def _train(num_layers, num_steps, folder):
     group = Group.world()
-    model = lancet.parallelize(make_model(), group)
+    model = lancet.parallelize(make_model(num_hidden_layers=num_layers), group)
     backend = lancet.Backend(group, partition=None)
     step = torch.compile(model, backend=backend, fullgraph=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -41,20 +41,25 @@ def _train(num_steps, folder):
     return whole_state(model), sent_bytes, report
 
 
+@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.slow)])
+def num_layers(request):
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def trained(pool, tmp_path_factory):
+def trained(pool, num_layers, tmp_path_factory):
     folder = tmp_path_factory.mktemp("trained")
-    return folder, pool.run(_train, 4, str(folder)).results
+    return folder, pool.run(_train, num_layers, 4, str(folder)).results
 
 
-def test_training_equals_one_process(trained):
-    expected = train_alone(4)
+def test_training_equals_one_process(trained, num_layers):
+    expected = train_alone(4, num_hidden_layers=num_layers)
     for weights, _, _ in trained[1]:
         assert largest_difference(weights, expected) < 2e-6
 
 
-def test_each_row_travels_once_in_each_direction(trained):
-    model = make_model()
+def test_each_row_travels_once_in_each_direction(trained, num_layers):
+    model = make_model(num_hidden_layers=num_layers)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     chosen = []
     for layer in model.model.layers:
@@ -78,7 +83,7 @@ def test_each_row_travels_once_in_each_direction(trained):
             for rank in range(2)
         )
         expected = {
-            "exchange": 2 * num_leaving * row_bytes + 2 * num_local * num_counts_bytes,
+            "exchange": 2 * num_leaving * row_bytes + num_layers * num_local * num_counts_bytes,
             "all_reduce": replicated_bytes,
         }
         if number > 0:  # the first step is measured and checked, and sends its rows more than once
@@ -96,13 +101,13 @@ def test_plan_is_the_same_on_all_ranks(trained):
     assert plan["makespan_s"] < plan["before_s"]
 
 
-def test_report_names_each_all_to_all(trained):
+def test_report_names_each_all_to_all(trained, num_layers):
     for _, _, report in trained[1]:
         assert report.sentences == ()
         text = str(report)
         (planned,) = [graph for graph in report.graphs if graph.plan]
         kinds = [op.kind for op in planned.plan.ops]
-        assert kinds.count("all_to_all") == 4
+        assert kinds.count("all_to_all") == 2 * num_layers
         for op in planned.plan.ops:
             assert (f"  {op.name}: " in text) == (op.kind != "compute")
         assert planned.num_runs == 4

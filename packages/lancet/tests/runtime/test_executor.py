@@ -37,7 +37,7 @@ def _capture(group):
 def _run(names):
     group = Group.world()
     executor = GraphExecutor(
-        _capture(group), group, "graph", lambda _: None, lambda _: None, lambda _: True
+        _capture(group), group, "graph", lambda _: None, lambda _: None, None, lambda *_: True
     )
     rows = torch.tensor([10.0, 20.0]) + group.rank
     executor.run([rows])

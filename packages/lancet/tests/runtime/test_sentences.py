@@ -100,6 +100,7 @@ def _shard():
     return whole_gradients(model), backend.report().sentences
 
 
+@pytest.mark.slow
 def test_a_model_that_fsdp2_wrapped_runs_unchanged(pool):
     expected = _expect([small_batch(0)], [small_batch(1)])
     for gradients, sentences in pool.run(_shard).results:
@@ -116,6 +117,7 @@ def _run_other_shapes():
     return whole_gradients(model), backend.report()
 
 
+@pytest.mark.slow
 def test_ranks_with_different_graphs_run_in_captured_order(pool):
     expected = _expect([small_batch(0, 12)], [small_batch(1, 16)])
     for gradients, report in pool.run(_run_other_shapes).results:
@@ -144,7 +146,7 @@ def _follow(first_alone):
     return whole_gradients(model), backend.report()
 
 
-@pytest.mark.parametrize("first_alone", [False, True])
+@pytest.mark.parametrize("first_alone", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_smaller_batch_takes_the_plan_without_a_message(pool, first_alone):
     last = 12 if first_alone else 8
     expected = _expect(
@@ -231,6 +233,7 @@ def test_a_plan_that_gives_other_bits_is_listed_nowhere(pool, tmp_path):
     assert '"plans": []' in (tmp_path / "plan.json").read_text()
 
 
+@pytest.mark.slow
 def test_a_graph_that_draws_random_numbers_runs_in_captured_order(pool, tmp_path):
     for report, plans in pool.run(_run_with, _Noisy, tmp_path / "plan.json").results:
         (sentence,) = report.sentences
@@ -249,8 +252,19 @@ def _disagree():
             DataError, match=r"plan of backward \d: .* digests (\w{16}), (?!\1)\w{16}"
         ):
             loss.backward()
-    check_same(Group.control(name="test"), "plan", "the same")
 
 
+@pytest.mark.slow
 def test_ranks_with_other_plans_launch_nothing(pool):
     pool.run(_disagree)
+
+
+def _compare_plans():
+    control = Group.control(name="test")
+    check_same(control, "plan", "the same")
+    with pytest.raises(DataError, match=r"plan: expected the same .* (\w{16}), (?!\1)\w{16} on ranks"):
+        check_same(control, "plan", f"of rank {control.rank}")
+
+
+def test_plans_that_differ_are_refused_with_their_digests(pool):
+    pool.run(_compare_plans)
