@@ -262,7 +262,9 @@ def test_ranks_with_other_plans_launch_nothing(pool):
 def _compare_plans():
     control = Group.control(name="test")
     check_same(control, "plan", "the same")
-    with pytest.raises(DataError, match=r"plan: expected the same .* (\w{16}), (?!\1)\w{16} on ranks"):
+    with pytest.raises(
+        DataError, match=r"plan: expected the same .* (\w{16}), (?!\1)\w{16} on ranks"
+    ):
         check_same(control, "plan", f"of rank {control.rank}")
 
 
