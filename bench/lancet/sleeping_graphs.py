@@ -69,7 +69,7 @@ class SleepingGraph:
         graph.output(tuple(nodes.values()))
         captured = CapturedGraph(fx.GraphModule({}, graph), "backward", {})
         self.executor = GraphExecutor(
-            captured, group, "sleeping", lambda _: None, lambda _: None, lambda _: True
+            captured, group, "sleeping", lambda _: None, lambda _: None, None, lambda *_: True
         )
 
     def run(self, order_name: str) -> float:
