@@ -187,7 +187,8 @@ class _Unsteady(torch.autograd.Function):
         return tokens.clone()
 
     @staticmethod
-    def backward(ctx, gradient):
+    def backward(ctx, *gradients):
+        (gradient,) = gradients
         return _count_runs(gradient)
 
 
@@ -199,7 +200,8 @@ class _Noisy(torch.autograd.Function):
         return tokens.clone()
 
     @staticmethod
-    def backward(ctx, gradient):
+    def backward(ctx, *gradients):
+        (gradient,) = gradients
         return gradient + torch.rand_like(gradient)
 
 
