@@ -34,6 +34,11 @@ def test_batches_are_shuffled_epochs_without_repetition():
     assert [batch["names"] for batch in batches] == [batch["names"] for batch in again]
 
 
+def test_a_rest_that_fills_no_batch_is_left_out():
+    batches = list(islice(data.iterate_batches({"x": torch.arange(10)}, 4), 6))
+    assert [len(batch["x"]) for batch in batches] == [4] * 6
+
+
 @pytest.mark.parametrize("batch_size", [0, 11])
 def test_batches_that_the_samples_do_not_fill_are_refused(batch_size):
     """Without end nothing would come."""

@@ -124,6 +124,14 @@ def test_a_checkpoint_of_another_optimizer_is_refused(kind, tmp_path):
     assert engine.optimizer.param_groups[0]["lr"] == 0.1
 
 
+def test_the_saved_learning_rate_comes_back(tmp_path):
+    folder = str(tmp_path / "checkpoint")
+    train_and_save("one process", folder, 1)
+    engine = Engine(make_job(), PLANS["one process"](), lambda p: torch.optim.AdamW(p, 0.5))
+    engine.load(folder)
+    assert [group["lr"] for group in engine.optimizer.param_groups] == [1e-2]
+
+
 def test_a_checkpoint_of_another_format_is_refused(tmp_path):
     engine = Engine(make_job(make_model(seed=5)), PLANS["one process"](), make_adam)
     facts = {"format": 1, "step": 1, "seed": 0}

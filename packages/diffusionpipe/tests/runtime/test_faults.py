@@ -15,7 +15,7 @@ from diffusionpipe.job.draws import Draw
 from diffusionpipe.job.layers import OUTPUT, ChainLayer
 from diffusionpipe.runtime.engine import Engine
 from diffusionpipe.runtime.links import Links
-from diffusionpipe.runtime.stages import StageCompute
+from diffusionpipe.runtime.stages import GradientSums, StageCompute
 from diffusionpipe.runtime.weights import is_freed
 from shared.comms import Group, RankPool
 from shared.errors import CommError, ConfigError, DataError, DivergenceError, RankFailure
@@ -84,6 +84,16 @@ def test_a_killed_rank_ends_the_others_with_the_edge_and_micro_batch(name, victi
     assert f"rank {victim} of {num_ranks} failed running die: killed by SIGKILL" in text
     assert re.search(told, text), text
     assert "in step 1" in text
+
+
+def test_a_sum_of_gradients_that_fails_names_its_step():
+    engine = make_alone()
+    with (
+        mock.patch.object(GradientSums, "wait", side_effect=CommError("rank 1 failed")),
+        pytest.raises(CommError) as failure,
+    ):
+        list(engine.steps(make_batches(1)))
+    assert failure.value.__notes__ == ["rank 0 was at the sums of gradients in step 0"]
 
 
 def make_unlike(fact):

@@ -218,7 +218,7 @@ class Job:
         return torch.stack([self.compute_losses(*each, len(draw.samples)) for each in outputs])
 
     def feeds(self, batch: Batch) -> tuple[dict[str, tuple[str, ...]], ...]:
-        """Finds by trial which frozen outputs each input of each backbone depends on.
+        """Finds which frozen outputs each input of each backbone depends on.
 
         Args:
             batch: a few rows.

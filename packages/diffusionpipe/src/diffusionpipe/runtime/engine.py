@@ -262,7 +262,11 @@ class Engine:
         """Agrees on the loss and changes this rank's weights."""
         executor, compute, sums = running.executor, running.compute, running.sums
         with executor.recorder.time("wait", name="sums and agreement"):
-            sums.wait()
+            try:
+                sums.wait()
+            except CommError as error:
+                error.add_note(f"rank {self.rank} was at the sums of gradients in step {self.step}")
+                raise
             bad = [BadValues("gradients", stage, ()) for stage in sums.find_bad_stages()]
             problems = [*compute.health.find_problems(), *bad]
             loss = add_losses(self._control, self.step, float(compute.loss), problems)

@@ -94,7 +94,7 @@ class _Sources(TorchDispatchMode):
             return results
         names = set().union(*map(self.find, _list_tensors((args, kwargs))))
         for result in _list_tensors(results) if names else ():
-            self._names[result.untyped_storage()] = self.find(result) | names
+            self._names[result.untyped_storage()] = names
         return results
 
 
