@@ -25,7 +25,7 @@ _HOME = {
     "Backend": "lancet.runtime.backend",
     "Op": "lancet.graph.operations",
     "assign_dw": "lancet.planner.weight_gradients",
-    "axes": "lancet.planner",
+    "axes": "lancet.graph",
     "best_ranges": "lancet.planner.partition",
     "clip_grad_norm_": "lancet.moe.export",
     "export": "lancet.moe.export",

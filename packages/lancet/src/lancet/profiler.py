@@ -1,18 +1,30 @@
-"""Runs a graph once, node by node: seconds of each operator, and which tensors it makes and reads."""
+"""Runs a graph once, node by node: seconds of each operator, and which tensors it makes and reads.
+
+Also times a traced model's nodes on parts of the batch, as Lancet (arXiv 2404.19429) does for operators
+that it cuts.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
+from lancet.graph.batch_axes import BatchAxes
+from lancet.graph.operations import Kind
 from lancet.planner.memory import KeptTensor
+from lancet.planner.partition import PartCosts
+from shared.comms import Group, start_exchange
 
-__all__ = ["GraphProfile", "profile"]
+__all__ = ["GraphProfile", "profile", "time_parts"]
+
+_EXCHANGE = torch.ops._c10d_functional.all_to_all_single
+_WAIT = torch.ops._c10d_functional.wait_tensor
+_NUM_TIMINGS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +59,100 @@ def profile(module: fx.GraphModule, arguments: list[Any]) -> tuple[Any, GraphPro
     with torch.no_grad():
         outputs = observer.run(*values)
     return outputs, GraphProfile(observer.time_s, observer.list_tensors())
+
+
+def time_parts(
+    module: fx.GraphModule,
+    axes: BatchAxes,
+    inputs: Sequence[Any],
+    group: Group,
+    numbers: Sequence[int],
+) -> PartCosts:
+    """Times the nodes of a traced model's forward pass, on the whole batch and on its first part.
+
+    Every rank calls this. Random states are left as they were.
+
+    Args:
+        module: traced by torch.compile.
+        axes: of its graph.
+        inputs: of the module.
+        group: ranks whose all-to-alls are run.
+        numbers: numbers of parts to time, 1 among them.
+
+    Raises:
+        CommError: a rank died or the timeout passed.
+    """
+    nodes = list(module.graph.nodes)
+    placeholders = [node for node in nodes if node.op == "placeholder"]
+    time_s = {}
+    timer = _NodeTimer(module, group)
+    for number in numbers:
+        size = axes.size // number
+        arguments = [
+            _first_part(node, value, axes, size)
+            for node, value in zip(placeholders, inputs, strict=True)
+        ]
+        timer.time_s = {}
+        with torch.random.fork_rng(), torch.no_grad():
+            for _ in range(_NUM_TIMINGS):
+                timer.run(*arguments)
+        time_s[number] = [timer.time_s.get(node, 0.0) for node in nodes]
+    kinds: list[Kind] = ["all_to_all" if timer.is_exchange(node) else "compute" for node in nodes]
+    copy_s = [timer.num_bytes.get(node, 0) * _copy_s_per_byte() for node in nodes]
+    return PartCosts(kinds, time_s, copy_s)
+
+
+def _first_part(node: fx.Node, value: Any, axes: BatchAxes, size: int) -> Any:
+    if node in axes.sizes:
+        return size
+    if isinstance(value, torch.SymInt):
+        return int(value)
+    place = axes.axes.get(node)
+    return value if place is None else value.narrow(place[0], 0, size * place[1])
+
+
+def _copy_s_per_byte() -> float:
+    rows = torch.ones(1 << 18)
+    start_s = time.perf_counter()
+    for _ in range(8):
+        torch.cat([rows, rows])
+    return (time.perf_counter() - start_s) / (16 * rows.nbytes)
+
+
+class _NodeTimer(fx.Interpreter):
+    """Runs a traced model with `shared.comms`' exchange; an all-to-all is waited for at once.
+
+    Attributes:
+        time_s: by node, the least seconds of all runs.
+        num_bytes: by node, bytes of the largest result of all runs.
+    """
+
+    def __init__(self, module: fx.GraphModule, group: Group) -> None:
+        super().__init__(module)
+        self._group = group
+        self.time_s: dict[fx.Node, float] = {}
+        self.num_bytes: dict[fx.Node, int] = {}
+
+    def is_exchange(self, node: fx.Node) -> bool:
+        """Whether a node is an all-to-all over the group."""
+        packet = getattr(node.target, "overloadpacket", node.target)
+        return packet is _EXCHANGE and node.args[-1] == self._group.checked().group_name
+
+    def run_node(self, n: fx.Node) -> Any:
+        start_s = _now_s()
+        if self.is_exchange(n):
+            rows, recvs, sends, _ = self.fetch_args_kwargs_from_env(n)[0]
+            pending = start_exchange(self._group, rows.contiguous(), sends, recvs, phase=n.name)
+            result = pending.wait()
+        elif getattr(n.target, "overloadpacket", n.target) is _WAIT:
+            (result,) = self.fetch_args_kwargs_from_env(n)[0]
+        else:
+            result = super().run_node(n)
+        elapsed_s = _now_s() - start_s
+        self.time_s[n] = min(elapsed_s, self.time_s.get(n, elapsed_s))
+        if isinstance(result, Tensor):
+            self.num_bytes[n] = max(result.nbytes, self.num_bytes.get(n, 0))
+        return result
 
 
 class _Observer(fx.Interpreter):

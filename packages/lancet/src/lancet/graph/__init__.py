@@ -1,1 +1,1 @@
-"""The training graph: its capture, its operations, and its rewriting."""
+"""The training graph: its capture, its operations, where its batch lies, and its rewriting."""

@@ -17,7 +17,7 @@ from torch.distributed._functional_collectives import all_to_all_single
 
 from shared.comms import Group, start_exchange
 
-__all__ = ["ExpertRows", "TokenDispatch"]
+__all__ = ["ExpertRows", "TokenDispatch", "mark_end", "mark_start"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +97,23 @@ class TokenDispatch:
         if torch.compiler.is_compiling():
             return all_to_all_single(rows, recvs, sends, self._group.checked())
         return _Exchange.apply(rows, sends, recvs, self._group, f"{what} of {self._name}")
+
+
+def mark_start(
+    hidden: Tensor, expert_ids: Tensor, weights: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns its arguments: tells a planner that tokens leave the order of the batch here."""
+    return hidden.view_as(hidden), expert_ids.view_as(expert_ids), weights.view_as(weights)
+
+
+def mark_end(results: Tensor) -> Tensor:
+    """Returns its argument: tells a planner that rows are in the order of the batch again."""
+    return results.view_as(results)
+
+
+# A node each of the graph that is traced; nothing of them is left after it is captured.
+torch.compiler.allow_in_graph(mark_start)
+torch.compiler.allow_in_graph(mark_end)
 
 
 class _Permute(torch.autograd.Function):

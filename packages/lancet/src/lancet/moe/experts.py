@@ -22,7 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import PreTrainedModel
 from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
-from lancet.moe.dispatch import TokenDispatch
+from lancet.moe.dispatch import TokenDispatch, mark_end, mark_start
 from lancet.moe.gradients import average_gradients, local_rows
 from lancet.moe.layer import ExpertLayers
 from shared.comms import Group, all_gather, broadcast
@@ -213,12 +213,14 @@ class _DividedForward:
         self._view, self._compute = view, kind.forward
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        rows = self._dispatch.send(hidden_states, top_k_index)
+        hidden, top_k_index, top_k_weights = mark_start(hidden_states, top_k_index, top_k_weights)
+        rows = self._dispatch.send(hidden, top_k_index)
         ids = rows.expert_ids.unsqueeze(-1)
         # Weights of the choices are applied where the tokens come from.
         ones = torch.ones_like(ids, dtype=rows.values.dtype)
         results = self._compute(self._view, rows.values, ids, ones)
-        return self._dispatch.bring_back(results, rows, top_k_weights).to(hidden_states.dtype)
+        sums = self._dispatch.bring_back(results, rows, top_k_weights).to(hidden_states.dtype)
+        return mark_end(sums)
 
 
 def _read_rows(weights: list[str], world_size: int) -> dict[str, property]:

@@ -73,7 +73,11 @@ def assign_dw(ops: Iterable[Op]) -> dict[str, tuple[str, ...]]:
 
 
 def schedule(
-    ops: Iterable[Op], *, tensors: Iterable[KeptTensor] = (), slack_bytes: int | None = None
+    ops: Iterable[Op],
+    *,
+    tensors: Iterable[KeptTensor] = (),
+    slack_bytes: int | None = None,
+    keeps_order: bool = True,
 ) -> Reordering:
     """Orders operations so that weight gradients hide all-to-alls.
 
@@ -82,10 +86,11 @@ def schedule(
         tensors: what the operations allocate and read; only needed with `slack_bytes`.
         slack_bytes: bytes by which the peak of `tensors` may exceed that of the captured order; None
             for no limit.
+        keeps_order: whether communications keep their order; parts of a batch need not.
 
     Returns:
         The fastest order in replay among the published greedy's, one that fills waits, and the
-        captured one, in which communications keep their order.
+        captured one.
 
     Raises:
         DataError: two operations share a name, one follows an unknown or a later one, or a tensor
@@ -105,7 +110,10 @@ def schedule(
     before_s = makespan_s = max(compute_ends(graph, captured), default=0.0)
     best: Sequence[int] = captured
     proposals = [_order_greedily(graph)]
-    proposals += [_fill_waits(graph, fit, memory, limit_bytes) for fit in _FITS]
+    needs = [_chain_communications(graph)] + ([] if keeps_order else [graph.needs])
+    proposals += [
+        _fill_waits(graph, own, fit, memory, limit_bytes) for own in needs for fit in _FITS
+    ]
     for order in proposals:
         order_s = max(compute_ends(graph, order), default=0.0)
         is_small = memory is None or memory.peak_bytes(order) <= limit_bytes
@@ -195,7 +203,11 @@ def _order_greedily(graph: OpGraph) -> list[int]:
 
 
 def _fill_waits(
-    graph: OpGraph, fit: float, memory: LiveBytes | None, limit_bytes: float
+    graph: OpGraph,
+    needs: Sequence[Sequence[int]],
+    fit: float,
+    memory: LiveBytes | None,
+    limit_bytes: float,
 ) -> list[int]:
     """Launches what the rest waits for longest, and fills its waits with what fits them best.
 
@@ -203,7 +215,6 @@ def _fill_waits(
     less than `fit` times the wait. Operations that would exceed the memory limit are put off as
     long as there are others.
     """
-    needs = _chain_communications(graph)
     followers: list[list[int]] = [[] for _ in needs]
     for i, needed in enumerate(needs):
         for other in needed:

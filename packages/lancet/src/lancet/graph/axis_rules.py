@@ -1,4 +1,4 @@
-"""The table of operators that may be cut along an axis, by the rule of `lancet.planner.axes` they follow.
+"""The table of operators that may be cut along an axis, by the rule of `lancet.graph.axes` they follow.
 
 Data only. A test runs each of these operators on random halves and compares with the whole.
 """
@@ -80,6 +80,7 @@ AXIS_RULES: dict[str, tuple[str, ...]] = {
         "aten.topk",
         "aten._log_softmax",
         "aten._log_softmax_backward_data",
+        "aten._safe_softmax",
         "aten._softmax",
         "aten._softmax_backward_data",
     ),

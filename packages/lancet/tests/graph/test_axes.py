@@ -3,8 +3,8 @@ from itertools import product
 import pytest
 import torch
 
-from lancet.planner.axes import allowed
-from lancet.planner.axis_rules import AXIS_RULES
+from lancet.graph.axes import allowed
+from lancet.graph.axis_rules import AXIS_RULES
 
 aten = torch.ops.aten
 
@@ -134,6 +134,7 @@ def list_calls():
     for name in ("_softmax.default", "_log_softmax.default"):
         yield overload(name), (floats(4, 5, 6), -1, False), {}
         yield overload(name), (floats(4, 5, 6), 0, False), {}
+    yield overload("_safe_softmax.default"), (floats(4, 6, 5), -1), {}
     for name in ("_softmax_backward_data.default", "_log_softmax_backward_data.default"):
         yield overload(name), (floats(4, 5, 6), floats(4, 5, 6), 1, torch.float64), {}
 

@@ -13,7 +13,7 @@ from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from lancet.planner.axis_rules import AXIS_RULES
+from lancet.graph.axis_rules import AXIS_RULES
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,7 +39,8 @@ def allowed(op: Any, *args: Any, **kwargs: Any) -> set[Cut]:
         The legal cuts: for tensors in the order of the arguments, those of a list one by one. Empty
         if the table has no rule for the operator.
     """
-    rule = _RULE_BY_OP.get(str(op.overloadpacket))
+    # An operator that writes to its first argument follows the rule of the one that does not.
+    rule = _RULE_BY_OP.get(str(op.overloadpacket).removesuffix("_"))
     return set() if rule is None else set(rule(_Call(op, args, kwargs)))
 
 
