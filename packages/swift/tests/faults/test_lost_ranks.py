@@ -106,7 +106,8 @@ def test_kills_under_torchs_own_backward_and_step(driver, tmp_path, undisturbed)
 
 
 def test_a_torn_step_that_is_repeated_otherwise_is_said(driver, tmp_path):
-    faults = [{"rank": 2, "recovery": 0, "step": 3, "point": "update", "bucket": 0}]
+    # The others have updated two buckets by then, and wait for the third.
+    faults = [{"rank": 2, "recovery": 0, "step": 3, "point": "start", "bucket": 2, "after_s": 1.0}]
     given = {"steps": 5, "iterates": True, "faults": faults}
     printed = driver.train(tmp_path, "-n", "3", "--spares", "1", **given)
     for rank in range(2):
