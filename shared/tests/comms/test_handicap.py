@@ -3,6 +3,7 @@
 import os
 import sys
 import time
+from pathlib import Path
 
 import numba
 import pytest
@@ -126,3 +127,9 @@ def test_words_that_only_set_something_are_read(words, told):
 
 def test_nothing_asked_for_is_nothing_said():
     assert handicap() == []
+
+
+def test_instructions_that_the_processor_lacks_are_not_asked_for():
+    has_them = "avx512f" in Path("/proc/cpuinfo").read_text().split()
+    assert bool(handicap(isa="AVX512")) == has_them
+    assert handicap(isa="AVX2")

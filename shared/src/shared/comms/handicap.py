@@ -72,7 +72,9 @@ def handicap(
     if isa is not None:
         if isa not in ISAS:
             raise ConfigError(f"isa: expected one of {', '.join(ISAS)}, got {isa!r}")
-        words += ["env", *(f"{key}={value}" for key, value in ISAS[isa].items())]
+        # ATen would run instructions that the processor lacks; without them there is nothing to cap.
+        if isa != "AVX512" or "avx512f" in _read_processor():
+            words += ["env", *(f"{key}={value}" for key, value in ISAS[isa].items())]
     if cores is not None:
         there = os.sched_getaffinity(0)
         if not cores or not set(cores) <= there:
@@ -83,6 +85,11 @@ def handicap(
             raise ConfigError(f"share: expected a number in (0, 1], got {share}")
         words += _in_group(share)
     return words
+
+
+def _read_processor() -> list[str]:
+    """Words of the kernel's description of the processors."""
+    return Path("/proc/cpuinfo").read_text(encoding="utf-8").split()
 
 
 def read_words(words: Sequence[str]) -> tuple[dict[str, str], set[int]] | None:
