@@ -116,7 +116,7 @@ def bench_simulated(benchmark, record_claim, name):
                 detail=f"{ROWS[name]} samples a device; frozen part {model.ratio:.2f} of the trained part's "
                 f"operations; all layers at {EFFICIENCY} of the bf16 peak; gradients are summed in float32, data parallelism's too; the paper reports {published}x; "
                 + "; ".join(rows),
-                source=f'{COMMAND} -k "{name}"',
+                source=f'{COMMAND} -k "{name.replace(" ", " and ")}"',
             ),
             spread=(min(gains), max(gains)),
         )  # fmt: skip

@@ -60,6 +60,10 @@ def test_small_jobs_reach_the_limit_within_two_percent(stages, micro_batches, ra
     assert sum(filled.busy_s) == pytest.approx(stages * micro_batches + frozen_s)
 
 
+def test_frozen_seconds_that_are_next_to_nothing():
+    assert simulate([1], [1], 1, frozen_s=5e-324).makespan_s == 2
+
+
 def test_two_stages_by_hand():
     # Stage 1 waits 1 s for its first input; stage 0 waits 1 s between its forward passes and the
     # first gradient. F = 1, B = 2 on both:

@@ -97,7 +97,8 @@ def simulate(
     seconds = (forward_s, backward_s)
     order = order_1f1b(devices, num_micro_batches)
     timeline = _replay(order, seconds, link_s, {})
-    if frozen_s:
+    # Of the smallest floats, a share is 0.
+    if frozen_s / _MANY:
         is_divisible, job_s = not job_s, job_s or frozen_s / _MANY
         jobs = max(ceil(frozen_s / job_s - _ROUNDING), 1)
         cost = FrozenCost("", [0.0, job_s])

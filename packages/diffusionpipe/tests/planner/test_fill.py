@@ -184,3 +184,10 @@ def test_first_encodes_even_shares():
         (0, 0, 2), (1, 0, 2), (2, 0, 1),
     ]  # fmt: skip
     assert split_evenly(7, 3) == [3, 2, 2]
+
+
+def test_first_encodes_where_the_weights_have_room():
+    vae = FrozenCost("vae", [0.0, 1.0])
+    insertions = encode_first(3, [vae], 5, {"vae": [True, False, True]})
+    assert [(each.device, each.count) for each in insertions] == [(0, 3), (2, 2)]
+    assert encode_first(3, [vae], 5, {"vae": [False] * 3}) == encode_first(3, [vae], 5)

@@ -438,3 +438,22 @@ def test_frozen_outputs_that_would_be_in_the_way_come_first(make_profile):
     small = plan(None, make_profile(4, frozen_s=0.02), make_cluster(2), batch_size=8, **options)
     assert small.predicted_s < small.unfilled_s
     assert "before the passes" not in small.explain()
+
+
+def test_frozen_outputs_come_first_on_the_devices_that_have_room_for_their_weights(make_profile):
+    # The first device has no room for them; the second encodes all samples before its passes.
+    profile = replace(
+        make_profile(4, frozen_s=0.005),
+        frozen_bytes={"z": 1_000_000},
+        frozen_parameter_bytes={"z": 10**9},
+    )
+    hosts = make_cluster(2).hosts
+    small = replace(hosts[0], devices=(replace(CPU, memory_bytes=10**9),))
+    cluster = replace(make_cluster(2), hosts=(small, hosts[1]))
+    chosen = plan(
+        None, profile, cluster, batch_size=8, num_stages=2, num_micro_batches=4, placement="chain"
+    )
+    assert chosen.owners["z"] == ((), ((0, 8),))
+    kinds = [each.kind for each in chosen.order[1]]
+    assert "encode" not in kinds[kinds.index("forward") :]
+    assert chosen.predicted_s == chosen.unfilled_s

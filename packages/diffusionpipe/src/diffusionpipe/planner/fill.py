@@ -213,8 +213,7 @@ def fill_idle(
     """
     insertions: list[Insertion] = []
     for component in sorted(components, key=lambda each: -each.time_s(1)):
-        is_holder = list((holders or {}).get(component.name, ()))
-        is_holder = is_holder if any(is_holder) else [True] * len(slots)
+        is_holder = _list_holders(component, holders, len(slots))
         room = [
             sum(count for _, count in replace(each).place(component, num_samples)) if is_own else 0
             for is_own, each in zip(is_holder, slots, strict=True)
@@ -274,20 +273,42 @@ def fill_bubbles(
 
 
 def encode_first(
-    num_devices: int, components: Sequence[FrozenCost], num_samples: int
+    num_devices: int,
+    components: Sequence[FrozenCost],
+    num_samples: int,
+    holders: Mapping[str, Sequence[bool]] | None = None,
 ) -> list[Insertion]:
-    """Has each device encode an even share of all samples before its first pass."""
-    return [
-        Insertion(device, 0, component.name, count)
-        for component in components
-        for device, count in enumerate(split_evenly(num_samples, num_devices))
-        if count
-    ]
+    """Has each device encode an even share of all samples before its first pass.
+
+    Args:
+        num_devices: devices of a pipeline.
+        components: frozen components.
+        num_samples: samples of each component.
+        holders: by component, the devices that may encode it; all by default, and where none may.
+    """
+    insertions: list[Insertion] = []
+    for component in components:
+        is_holder = _list_holders(component, holders, num_devices)
+        devices = [device for device in range(num_devices) if is_holder[device]]
+        insertions += [
+            Insertion(device, 0, component.name, count)
+            for device, count in zip(devices, split_evenly(num_samples, len(devices)), strict=True)
+            if count
+        ]
+    return insertions
 
 
 def split_evenly(count: int, parts: int) -> list[int]:
     """Splits a number into parts that differ by one at most, the larger ones first."""
     return [count // parts + (part < count % parts) for part in range(parts)]
+
+
+def _list_holders(
+    component: FrozenCost, holders: Mapping[str, Sequence[bool]] | None, num_devices: int
+) -> Sequence[bool]:
+    """For each device, whether it may encode the component; all may where none has room."""
+    is_holder = (holders or {}).get(component.name, ())
+    return is_holder if any(is_holder) else [True] * num_devices
 
 
 def _share(num_samples: int, room: Sequence[int]) -> list[int]:

@@ -178,7 +178,8 @@ def _add_frozen(plan: Plan, inputs: PlanInputs, encoding: Encoding, *, has_estim
             else fill_idle(slots, components, rows, holders=_choose_holders(plan, inputs))
         )
     else:
-        insertions = encode_first(len(groups[0]), components, rows)
+        holders = _choose_holders(plan, inputs)
+        insertions = encode_first(len(groups[0]), components, rows, holders)
     max_rows = {each.name: each.max_rows for each in components}
     order = list(plan.estimate_order if has_estimate else plan.order)
     owners: dict[str, list[tuple[tuple[int, int], ...]]] = {
