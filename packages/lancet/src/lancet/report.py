@@ -52,7 +52,7 @@ class GraphReport:
         """
         if self.plan is None:
             raise ValueError(f"{self.name} has no plan of its own to replay")
-        return simulate(self.plan.ops if captured else self.plan.ordered_ops)
+        return simulate(self.plan.ops if captured else self.plan.fused_ops)
 
     def lines(self) -> list[str]:
         """The report of this graph as text."""
@@ -137,9 +137,9 @@ class StepReport:
 
 def explain(plan: Plan) -> list[str]:
     """Says what a plan hides: for each collective what covers it, and why some of it is left."""
-    replay = simulate(plan.ordered_ops)
+    replay = simulate(plan.fused_ops)
     start_s, end_s = replay.timeline.start_s, replay.timeline.end_s
-    limits = _find_limits(plan.ops)
+    limits = _find_limits(plan.fused_ops)
     lines = [
         f"{plan.graph}: {len(plan.ops)} operations",
         (
@@ -151,6 +151,9 @@ def explain(plan: Plan) -> list[str]:
             f"{format_s(plan.exposed_s)} planned"
         ),
     ]
+    if plan.groups:
+        num_fused = sum(map(len, plan.groups))
+        lines.append(f"  {num_fused} all-reduces run as {len(plan.groups)}, in groups")
     for i in replay.graph.communications:
         op = replay.graph.ops[i]
         beside = [

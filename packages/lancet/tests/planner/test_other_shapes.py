@@ -8,7 +8,7 @@ from lancet_programs import backward, programs
 
 from lancet.graph.operations import Op, OpGraph
 from lancet.planner.other_shapes import follow_plan
-from lancet.planner.plan import make_plan
+from lancet.planner.plan import Sums, make_plan
 
 
 def plan_of(ops):
@@ -18,7 +18,7 @@ def plan_of(ops):
 @given(programs())
 def test_the_same_operations_take_the_same_order(ops):
     plan = plan_of(ops)
-    assert follow_plan(plan, ops) == plan.order
+    assert follow_plan(plan, ops) == plan.launches
 
 
 @given(programs(), st.data())
@@ -32,8 +32,9 @@ def test_operations_of_sizes_leave_the_order_of_collectives(ops, data):
             other.append(Op(sizes[-1], "compute", 0.0, after))
             op = replace(op, after=(*op.after, sizes[-1]))
         other.append(op)
-    order = follow_plan(plan, other)
-    assert order is not None
+    launches = follow_plan(plan, other)
+    assert launches is not None
+    order = launches.names
     by_name = {op.name: op for op in other}
     OpGraph([by_name[name] for name in order])  # refuses what comes before what it follows
     assert sorted(order) == sorted(by_name)
@@ -52,7 +53,9 @@ def test_names_of_collectives_may_differ():
         for op in ops
     ]
     assert plan.order != tuple(op.name for op in ops)
-    assert follow_plan(plan, other) == tuple(names.get(name, name) for name in plan.order)
+    launches = follow_plan(plan, other)
+    assert launches is not None
+    assert launches.names == tuple(names.get(name, name) for name in plan.order)
 
 
 def test_graphs_with_other_collectives_do_not_follow():
@@ -75,3 +78,32 @@ def test_a_graph_whose_exchange_waits_for_a_later_sum_does_not_follow():
     assert plan.order.index("rows") < plan.order.index("sum")
     waiting = [replace(op, after=("sum",)) if op.name == "rows" else op for op in ops]
     assert follow_plan(plan, waiting) is None
+
+
+def test_groups_follow_under_other_names_before_all_averages():
+    ops = [Op("start", "compute", 1.0)]
+    for number in range(3):
+        ops += [
+            Op(f"dw{number}", "compute", 1.0, ("start",)),
+            Op(f"sum{number}", "all_reduce", 2.0, (f"dw{number}",)),
+            Op(f"mean{number}", "compute", 0.1, (f"sum{number}",)),
+        ]
+    sums = Sums(latency_s=1.9, dtypes={f"sum{number}": "float32" for number in range(3)})
+    plan = make_plan("backward 1", "digest", "torch", ops, [], None, sums)
+    assert plan.groups == (("sum1", "sum2"),)
+    # A size that only the other graph has reads an average, and is captured right after a sum.
+    other = [
+        replace(
+            op,
+            name=op.name.replace("sum", "total"),
+            after=tuple(name.replace("sum", "total") for name in op.after),
+        )
+        for op in ops
+    ]
+    other.insert(8, Op("size", "compute", 0.0, ("mean1",)))
+    assert [op.name for op in other[7:10]] == ["dw2", "size", "total2"]
+    launches = follow_plan(plan, other)
+    assert launches is not None
+    assert launches.groups == (("total1", "total2"),)
+    for name in ("mean1", "mean2", "size"):
+        assert launches.names.index(name) > launches.names.index("total2")

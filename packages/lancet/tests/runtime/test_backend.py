@@ -108,11 +108,12 @@ def test_report_names_each_all_to_all(trained, num_layers):
         (planned,) = [graph for graph in report.graphs if graph.plan]
         kinds = [op.kind for op in planned.plan.ops]
         assert kinds.count("all_to_all") == 2 * num_layers
-        for op in planned.plan.ops:
+        fused = planned.plan.fused_ops
+        for op in fused:
             assert (f"  {op.name}: " in text) == (op.kind != "compute")
         assert planned.num_runs == 4
         assert report.exposed_s > 0
-        assert set(planned.waits_s) == {op.name for op in planned.plan.ops if op.kind != "compute"}
+        assert set(planned.waits_s) == {op.name for op in fused if op.kind != "compute"}
 
 
 def test_report_draws_both_queues(trained):

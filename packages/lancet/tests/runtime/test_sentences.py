@@ -127,9 +127,17 @@ def test_ranks_with_different_graphs_run_in_captured_order(pool):
         assert all(graph.plan is None for graph in report.graphs)
 
 
-def _plan_sums_last(name, digest, version, ops, tensors, memory_bytes):
+def _plan_sums_last(name, digest, version, ops, tensors, memory_bytes, sums):
+    """A plan with all sums last, and half of them in a group."""
     plan = make_plan(name, digest, version, ops, tensors, memory_bytes)
-    return replace(plan, order=tuple(op.name for op in list_all_reduces_last(ops)))
+    listed = list_all_reduces_last(ops)
+    group = tuple(op.name for op in listed if op.name in sums.dtypes)[::2]
+    assert len(group) > 1
+    rest = [op for op in listed if op.name not in group]
+    averages = [op for op in rest if {*op.after} & {*group}]
+    names = [op.name for op in rest if op not in averages]
+    order = (*names, *group, *(op.name for op in averages))
+    return replace(plan, order=order, groups=(group,), sums=sums)
 
 
 def _follow(first_alone):

@@ -7,15 +7,15 @@ reads the result follows the communication.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 from math import isfinite
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 from shared.errors import DataError
 
-__all__ = ["COMMUNICATION", "COMPUTE", "Kind", "Op", "OpGraph"]
+__all__ = ["COMMUNICATION", "COMPUTE", "Kind", "LaunchOrder", "Op", "OpGraph", "name_group"]
 
 Kind = Literal["compute", "all_to_all", "all_reduce"]
 """Compute operations run on the compute queue, the two collectives on the communication queue."""
@@ -64,6 +64,24 @@ class Op:
     def queue(self) -> str:
         """Name of the queue on which it runs."""
         return COMPUTE if self.kind == "compute" else COMMUNICATION
+
+
+class LaunchOrder(NamedTuple):
+    """In which order a graph's operations are launched.
+
+    Attributes:
+        names: of all operations.
+        groups: names of all-reduces that run as one, groups and names in launch order. It is launched
+            in the turn of its last one; no other collective comes between them.
+    """
+
+    names: tuple[str, ...]
+    groups: tuple[tuple[str, ...], ...] = ()
+
+
+def name_group(group: Sequence[str]) -> str:
+    """What a group of all-reduces is called where it runs as one."""
+    return f"{group[0]} and {len(group) - 1} more"
 
 
 class OpGraph:

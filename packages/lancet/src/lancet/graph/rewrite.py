@@ -41,12 +41,14 @@ _PASSIVE = ("placeholder", "get_attr", "output")
 
 
 def collectives(graph: fx.Graph, group_name: str) -> dict[fx.Node, Kind]:
-    """The graph's all-to-alls and all-reduces over a group, in order, with their kinds."""
-    return {
+    """The graph's all-to-alls and sums over a group, in order, with their kinds."""
+    kinds = {
         node: _KINDS[node.target]
         for node in graph.nodes
         if node.target in _KINDS and node.args[-1] == group_name
     }
+    # What else an all-reduce may compute, such as a maximum, torch does.
+    return {node: k for node, k in kinds.items() if k == "all_to_all" or node.args[1] == "sum"}
 
 
 def merge_waits(graph: fx.Graph, group_name: str) -> None:

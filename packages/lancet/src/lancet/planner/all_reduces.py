@@ -15,7 +15,7 @@ from lancet.graph.operations import Op, OpGraph
 from lancet.graph.reachability import find_descendants, to_bits
 from lancet.simulator import compute_ends
 
-__all__ = ["fit_all_reduces", "list_all_reduces_last"]
+__all__ = ["fit_all_reduces", "list_all_reduces_last", "list_averages_last"]
 
 
 def list_all_reduces_last(ops: Sequence[Op]) -> list[Op]:
@@ -23,6 +23,22 @@ def list_all_reduces_last(ops: Sequence[Op]) -> list[Op]:
     graph = OpGraph(ops)
     late = _find_free(graph)
     return sorted(ops, key=lambda op: late >> graph.index[op.name] & 1)
+
+
+def list_averages_last(ops: Sequence[Op]) -> list[Op]:
+    """Lists what follows all-reduces that no all-to-all waits for after all others.
+
+    At its captured turn, the average of a gradient would be waited for before the next gradient is
+    computed, and their all-reduces could not be one.
+    """
+    graph = OpGraph(ops)
+    descendants = find_descendants(graph.needs)
+    late = _find_free(graph)
+    after = 0
+    for i in graph.communications:
+        if late >> i & 1:
+            after |= descendants[i]
+    return sorted(ops, key=lambda op: after >> graph.index[op.name] & 1)
 
 
 def fit_all_reduces(ops: Sequence[Op]) -> list[Op]:

@@ -9,16 +9,17 @@ graph network; here a replay with measured times takes its part.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from itertools import pairwise
 from math import inf, isfinite
 from time import perf_counter
 
 from lancet.graph.operations import Op, OpGraph
 from shared.errors import ConfigError
 
-__all__ = ["Fusion", "fuse"]
+__all__ = ["Fusion", "fuse", "replay_groups"]
 
 # Candidates slower than the best by more than this factor are not expanded.
 _WORST_RATIO = 1.1
@@ -44,7 +45,12 @@ class Fusion:
 
 
 def fuse(
-    ops: Iterable[Op], *, latency_s: float, launch_s: float = 0.0, time_limit_s: float = 2.0
+    ops: Iterable[Op],
+    *,
+    latency_s: float,
+    launch_s: float = 0.0,
+    time_limit_s: float = 2.0,
+    dtypes: Mapping[str, str] | None = None,
 ) -> Fusion:
     """Chooses which neighbours of one queue run as one operation.
 
@@ -57,6 +63,8 @@ def fuse(
         latency_s: seconds saved for each all-reduce of a group but one.
         launch_s: seconds saved for each compute operation of a group but one.
         time_limit_s: seconds after which the search stops with the best groups so far.
+        dtypes: of the all-reduces that may be fused, by name; those of a group have one dtype. None:
+            all may be.
 
     Returns:
         The fastest groups in replay; no fusion, equal buckets, and the best buckets for gradients
@@ -76,10 +84,39 @@ def fuse(
             raise ConfigError(f"{key}: expected finite seconds of 0 or more, got {value}")
     deadline_s = perf_counter() + time_limit_s
     graph = OpGraph(ops)
-    replay = _FusedReplay(graph, compute_saves_s=launch_s, all_reduce_saves_s=latency_s)
+    replay = _FusedReplay(graph, launch_s, latency_s, dtypes)
     makespan_s, fused = _search(replay, deadline_s)
+    return _describe(graph, replay, fused, makespan_s)
+
+
+def replay_groups(
+    ops: Iterable[Op], groups: Iterable[Sequence[str]], *, latency_s: float
+) -> Fusion:
+    """Replays operations with groups of all-reduces that are neighbours on their queue.
+
+    Args:
+        ops: operations in launch order.
+        groups: names of each group's all-reduces, in launch order.
+        latency_s: as for `fuse`.
+
+    Returns:
+        The groups, and each other operation as one of its own. If groups wait for one another, the
+        makespan is infinite, and none is returned.
+
+    Raises:
+        DataError: two operations share a name, or one follows an unknown or a later one.
+    """
+    graph = OpGraph(ops)
+    replay = _FusedReplay(graph, 0.0, latency_s, None)
+    fused = replay.fuse_pairs({pair for group in groups for pair in pairwise(group)})
+    return _describe(graph, replay, fused, replay.run(fused).makespan_s)
+
+
+def _describe(graph: OpGraph, replay: _FusedReplay, fused: int, makespan_s: float) -> Fusion:
     return Fusion(
-        groups=tuple(graph.names(group) for group in replay.list_groups(fused)),
+        groups=tuple(
+            graph.names(group) for group in replay.list_groups(fused if makespan_s < inf else 0)
+        ),
         before_s=replay.run(0).makespan_s,
         makespan_s=makespan_s,
     )
@@ -132,8 +169,13 @@ class _FusedReplay:
     """
 
     def __init__(
-        self, graph: OpGraph, *, compute_saves_s: float, all_reduce_saves_s: float
+        self,
+        graph: OpGraph,
+        compute_saves_s: float,
+        all_reduce_saves_s: float,
+        dtypes: Mapping[str, str] | None,
     ) -> None:
+        self._graph = graph
         position = {}
         self.joints: list[tuple[int, int]] = []  # by bit, its lane and position
         self.lanes: list[_Lane] = []
@@ -142,10 +184,9 @@ class _FusedReplay:
             position |= {i: k for k, i in enumerate(ops)}
         for lane, saves_s in enumerate((compute_saves_s, all_reduce_saves_s)):
             ops, others = numbers[lane], set(numbers[1 - lane])
-            kinds = [graph.ops[i].kind for i in ops]
             joint = [0] * len(ops)
-            for k, kind in enumerate(kinds[1:]):
-                if saves_s and kind == kinds[k] != "all_to_all":
+            for k, (i, following) in enumerate(pairwise(ops)):
+                if saves_s and _may_fuse(graph.ops[i], graph.ops[following], dtypes):
                     joint[k] = 1 << len(self.joints)
                     self.joints.append((lane, k))
             need = [
@@ -188,6 +229,15 @@ class _FusedReplay:
             groups.append(group)
             positions[lane] = stop
         return groups
+
+    def fuse_pairs(self, pairs: set[tuple[str, str]]) -> int:
+        """Fuses pairs of neighbours by their names."""
+        fused = 0
+        for lane in self.lanes:
+            names = self._graph.names(lane.ops)
+            for bit, pair in zip(lane.joint, pairwise(names), strict=False):
+                fused |= bit if pair in pairs else 0
+        return fused
 
     def fuse_buckets(self, lane: int, size: int, allowed: int) -> int:
         """Fuses buckets of up to `size` neighbours of a lane, at allowed joints only."""
@@ -271,6 +321,14 @@ class _FusedReplay:
         if any(positions[lane] < len(self.lanes[lane].ops) for lane in (0, 1)):
             return inf
         return max(free_s)
+
+
+def _may_fuse(op: Op, following: Op, dtypes: Mapping[str, str] | None) -> bool:
+    if op.kind != following.kind or op.kind == "all_to_all":
+        return False
+    if op.kind == "compute" or dtypes is None:
+        return True
+    return op.name in dtypes and dtypes[op.name] == dtypes.get(following.name)
 
 
 def _search(replay: _FusedReplay, deadline_s: float) -> tuple[float, int]:

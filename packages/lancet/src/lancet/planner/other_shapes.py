@@ -10,16 +10,16 @@ from collections.abc import Sequence
 from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 
-from lancet.graph.operations import Op, OpGraph
+from lancet.graph.operations import LaunchOrder, Op, OpGraph
 from lancet.planner.plan import Plan
 
 __all__ = ["follow_plan"]
 
 
-def follow_plan(plan: Plan, ops: Sequence[Op]) -> tuple[str, ...] | None:
+def follow_plan(plan: Plan, ops: Sequence[Op]) -> LaunchOrder | None:
     """Orders another graph's operations like a plan's.
 
-    Collectives of a kind correspond by their captured turns, and get exactly the plan's order.
+    Collectives of a kind correspond by their captured turns, and get exactly the plan's order and groups.
     Operations that compute correspond by name; those that only this graph has, such as products of
     sizes, stay with the operation listed before them, or go to the first that reads them.
 
@@ -28,7 +28,7 @@ def follow_plan(plan: Plan, ops: Sequence[Op]) -> tuple[str, ...] | None:
         ops: the other graph's operations in captured order.
 
     Returns:
-        Names of all operations, or None if the graphs differ in their collectives or in what these
+        An order of all operations, or None if the graphs differ in their collectives or in what these
         wait for.
 
     Raises:
@@ -51,6 +51,13 @@ def follow_plan(plan: Plan, ops: Sequence[Op]) -> tuple[str, ...] | None:
     needs = {i: set(needed) for i, needed in enumerate(graph.needs)}
     for before, i in pairwise(sorted(graph.communications, key=ranks.__getitem__)):
         needs[i].add(before)
+    own = dict(zip(names, graph.ops, strict=True))
+    groups = tuple(tuple(own[name].name for name in group) for group in plan.groups)
+    for group in groups:
+        # Other operations may come between its members, but none that waits for a sum.
+        for name in group:
+            for follower in graph.followers[graph.index[name]]:
+                needs[follower].add(graph.index[group[-1]])
     try:
         sequence = list(TopologicalSorter(needs).static_order())
     except CycleError:
@@ -58,4 +65,4 @@ def follow_plan(plan: Plan, ops: Sequence[Op]) -> tuple[str, ...] | None:
     for i in reversed(sequence):
         for other in needs[i]:
             ranks[other] = min(ranks[other], ranks[i])
-    return graph.names(sorted(sequence, key=ranks.__getitem__))
+    return LaunchOrder(graph.names(sorted(sequence, key=ranks.__getitem__)), groups)

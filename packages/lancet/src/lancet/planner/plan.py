@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from math import isfinite
 from pathlib import Path
 
-from lancet.graph.operations import Op, OpGraph
-from lancet.planner.all_reduces import fit_all_reduces, list_all_reduces_last
+from lancet.graph.operations import LaunchOrder, Op, OpGraph
+from lancet.planner.all_reduces import (
+    fit_all_reduces,
+    list_all_reduces_last,
+    list_averages_last,
+)
+from lancet.planner.fusion import Fusion, fuse, replay_groups
+from lancet.planner.groups import contract_groups, expand_groups, fuse_tensors
 from lancet.planner.memory import KeptTensor, LiveBytes
 from lancet.planner.networks import scale_communication
 from lancet.planner.weight_gradients import Reordering, schedule
@@ -20,14 +26,31 @@ from shared.files import read_json, write_atomically
 
 __all__ = ["Plan", "load_plans", "make_plan", "replan", "save_plans"]
 
-_FORMAT = 1
+_FORMAT = 2
 # How often the slack is halved for an order that some rank has no memory for.
 _HALVINGS = 4
+# Seconds of the search for groups in each order that is tried, while the other ranks wait.
+_SEARCH_S = 0.2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sums:
+    """What planning needs to know of a graph's all-reduces.
+
+    Attributes:
+        latency_s: seconds that an all-reduce of nothing takes.
+        dtypes: of the all-reduces that may run in groups, by name.
+        num_ranks: ranks that add up.
+    """
+
+    latency_s: float = 0.0
+    dtypes: Mapping[str, str] = field(default_factory=dict)
+    num_ranks: int = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """An order of a graph's operations, the same on all ranks.
+    """An order of a graph's operations and groups of its all-reduces, the same on all ranks.
 
     Attributes:
         graph: name of the graph.
@@ -35,6 +58,8 @@ class Plan:
         torch: version of torch that captured it.
         ops: the operations in captured order, with the seconds that were planned with.
         order: names of all operations in launch order.
+        groups: names of all-reduces that run as one, neighbours in `order`.
+        sums: what was planned with to choose groups.
         before_s: replayed seconds of the captured order.
         makespan_s: replayed seconds of this order.
         exposed_before_s: replayed seconds of the captured order in which nothing is computed.
@@ -46,10 +71,22 @@ class Plan:
     torch: str
     ops: tuple[Op, ...]
     order: tuple[str, ...]
+    groups: tuple[tuple[str, ...], ...]
+    sums: Sums
     before_s: float
     makespan_s: float
     exposed_before_s: float
     exposed_s: float
+
+    @property
+    def launches(self) -> LaunchOrder:
+        """The order with its groups."""
+        return LaunchOrder(self.order, self.groups)
+
+    @property
+    def fused_ops(self) -> tuple[Op, ...]:
+        """The operations in launch order, each group as one."""
+        return tuple(contract_groups(self.ops, self.launches, self.sums.latency_s))
 
     @property
     def ordered_ops(self) -> tuple[Op, ...]:
@@ -106,7 +143,9 @@ class Plan:
         ops = tuple(
             Op(op["name"], op["kind"], op["time_s"], tuple(op["after"])) for op in values.pop("ops")
         )
-        return cls(ops=ops, order=tuple(values.pop("order")), **values)
+        groups = tuple(tuple(group) for group in values.pop("groups"))
+        order, sums = tuple(values.pop("order")), Sums(**values.pop("sums"))
+        return cls(ops=ops, order=order, groups=groups, sums=sums, **values)
 
 
 def make_plan(
@@ -116,11 +155,15 @@ def make_plan(
     ops: Sequence[Op],
     tensors: Sequence[Sequence[KeptTensor]],
     memory_bytes: int | None,
+    sums: Sums | None = None,
 ) -> Plan:
-    """Plans the order of a graph's operations: weight gradients beside all-to-alls.
+    """Plans a graph: weight gradients beside all-to-alls, and all-reduces in groups.
 
     All-reduces that no all-to-all waits for are tried at their captured turns, behind all all-to-alls,
-    and, once weight gradients are moved, between these. The order that replays fastest is taken.
+    and, once weight gradients are moved, between these. In each of these orders neighbours are
+    fused, and all-reduces are put between all-to-alls once more, in the best one's groups. What
+    replays fastest is taken. So moves and groups are not chosen at once, as DisCo (arXiv 2209.12769)
+    does.
 
     Args:
         graph: its name.
@@ -130,31 +173,118 @@ def make_plan(
         tensors: of each rank.
         memory_bytes: bytes by which each rank's peak may exceed that of the captured order; None for
             no limit.
+        sums: of its all-reduces; None: they run one by one.
     """
-    candidates = [_schedule_within(ops, ops, tensors, memory_bytes)]
+    sums = Sums() if sums is None else sums
+    by_name = {op.name: op for op in ops}
+    orders = [_schedule_within(ops, ops, tensors, memory_bytes)]
     if any(op.kind == "all_reduce" for op in ops):
-        by_name = {op.name: op for op in ops}
         last = _schedule_within(list_all_reduces_last(ops), ops, tensors, memory_bytes)
         names = by_name if last is None else last.order
         fitted = fit_all_reduces([by_name[name] for name in names])
-        candidates += [last, _schedule_within(fitted, ops, tensors, memory_bytes)]
-    compute_s = sum(op.time_s for op in ops if op.kind == "compute")
+        orders += [last, _schedule_within(fitted, ops, tensors, memory_bytes)]
+        if sums.latency_s and sums.dtypes:
+            late = list_averages_last(ops)
+            orders.append(_schedule_within(late, ops, tensors, memory_bytes))
     before_s = simulate(ops).makespan_s
-    order, makespan_s = tuple(op.name for op in ops), before_s
-    for result in candidates:
-        if result is not None and result.makespan_s < makespan_s:
-            order, makespan_s = result.order, result.makespan_s
+    candidates = [
+        (LaunchOrder(result.order), result.makespan_s) for result in orders if result is not None
+    ]
+    if sums.latency_s and sums.dtypes:
+        limits = _MemoryLimits(ops, tensors, memory_bytes, sums.num_ranks)
+        candidates += _list_fused(ops, [launches.names for launches, _ in candidates], sums, limits)
+    best, makespan_s = LaunchOrder(tuple(by_name)), before_s
+    for launches, launches_s in candidates:
+        if launches_s < makespan_s:
+            best, makespan_s = launches, launches_s
+    compute_s = sum(op.time_s for op in ops if op.kind == "compute")
     return Plan(
         graph=graph,
         digest=digest,
         torch=torch_version,
         ops=tuple(ops),
-        order=order,
+        order=best.names,
+        groups=best.groups,
+        sums=sums,
         before_s=before_s,
         makespan_s=makespan_s,
         exposed_before_s=max(before_s - compute_s, 0.0),
         exposed_s=max(makespan_s - compute_s, 0.0),
     )
+
+
+def _list_fused(
+    ops: Sequence[Op], orders: Iterable[tuple[str, ...]], sums: Sums, limits: _MemoryLimits
+) -> list[tuple[LaunchOrder, float]]:
+    """Each order with its best groups, and the best of these with all-reduces put elsewhere."""
+    by_name = {op.name: op for op in ops}
+    results = []
+    for order in orders:
+        listing = [by_name[name] for name in order]
+        fusion = fuse(listing, latency_s=sums.latency_s, time_limit_s=_SEARCH_S, dtypes=sums.dtypes)
+        results += _split_groups(listing, fusion, sums, limits)
+    if results:
+        best, _ = min(results, key=lambda result: result[1])
+        contracted = contract_groups(ops, best, sums.latency_s)
+        fitted = schedule(fit_all_reduces(list_all_reduces_last(contracted)))
+        names, groups = expand_groups(fitted.order, best.groups)
+        listing = [by_name[name] for name in names]
+        fusion = replay_groups(listing, groups, latency_s=sums.latency_s)
+        results += _split_groups(listing, fusion, sums, limits)
+    return results
+
+
+def _split_groups(
+    listing: Sequence[Op], fusion: Fusion, sums: Sums, limits: _MemoryLimits
+) -> list[tuple[LaunchOrder, float]]:
+    """Halves the largest groups until all ranks have the memory; nothing if that does not help."""
+    while True:
+        names = tuple(name for group in fusion.groups for name in group)
+        groups = [group for group in fusion.groups if len(group) > 1]
+        launches = LaunchOrder(names, tuple(groups))
+        if limits.allow(launches):
+            return [(launches, fusion.makespan_s)]
+        if not groups:
+            return []
+        largest = max(groups, key=limits.count_bytes)
+        half = len(largest) // 2
+        groups[groups.index(largest) : groups.index(largest) + 1] = largest[:half], largest[half:]
+        fusion = replay_groups(listing, groups, latency_s=sums.latency_s)
+
+
+class _MemoryLimits:
+    """How much memory each rank has for a launch order."""
+
+    def __init__(
+        self,
+        ops: Sequence[Op],
+        tensors: Sequence[Sequence[KeptTensor]],
+        memory_bytes: int | None,
+        num_ranks: int,
+    ) -> None:
+        self._ops, self._num_ranks = ops, num_ranks
+        self._tensors = () if memory_bytes is None else tensors
+        graph = OpGraph(ops)
+        self._limits = [
+            LiveBytes(graph, own).peak_bytes(range(len(ops))) + (memory_bytes or 0)
+            for own in self._tensors
+        ]
+        self._sum_bytes = {t.maker: t.num_bytes for own in self._tensors for t in own}
+
+    def count_bytes(self, group: Iterable[str]) -> int:
+        """Bytes that a group's all-reduces add up."""
+        return sum(self._sum_bytes.get(name, 0) for name in group)
+
+    def allow(self, launches: LaunchOrder) -> bool:
+        """Whether no rank exceeds its limit."""
+        graph = OpGraph(contract_groups(self._ops, launches, 0.0))
+        return all(
+            LiveBytes(graph, fuse_tensors(own, self._ops, launches, self._num_ranks)).peak_bytes(
+                range(len(graph.ops))
+            )
+            <= limit_bytes
+            for own, limit_bytes in zip(self._tensors, self._limits, strict=True)
+        )
 
 
 def _schedule_within(
@@ -209,7 +339,8 @@ def replan(plan: Plan, network: float) -> Plan:
     if not network > 0:
         raise ConfigError(f"network: expected more than 0, got {network:g}; 2 is twice as fast")
     ops = scale_communication(plan.ops, 1 / network)
-    return make_plan(plan.graph, plan.digest, plan.torch, ops, [], None)
+    sums = replace(plan.sums, latency_s=plan.sums.latency_s / network)
+    return make_plan(plan.graph, plan.digest, plan.torch, ops, [], None, sums)
 
 
 def save_plans(path: str | Path, plans: Iterable[Plan]) -> None:
@@ -253,7 +384,24 @@ def _check(plan: Plan) -> None:
         )
     OpGraph(plan.ops)
     OpGraph(plan.ordered_ops)
-    seconds = (plan.before_s, plan.makespan_s, plan.exposed_before_s, plan.exposed_s)
+    rank = {name: number for number, name in enumerate(plan.order)}
+    for group in plan.groups:
+        first = rank.get(group[0], 0) if group else 0
+        dtypes = {plan.sums.dtypes.get(name) for name in group}
+        is_row = group == plan.order[first : first + len(group)]
+        if len(group) < 2 or not is_row or len(dtypes) > 1 or None in dtypes:
+            raise DataError(
+                f"{plan.graph}: expected groups of two or more all-reduces of one dtype, in a row, got "
+                f"{', '.join(group)}; plan again"
+            )
+    OpGraph(plan.fused_ops)
+    seconds = (
+        plan.sums.latency_s,
+        plan.before_s,
+        plan.makespan_s,
+        plan.exposed_before_s,
+        plan.exposed_s,
+    )
     if not all(isfinite(value) and value >= 0 for value in seconds):
         raise DataError(
             f"{plan.graph}: expected finite seconds of 0 or more, got {seconds}; plan again"

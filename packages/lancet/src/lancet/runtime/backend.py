@@ -21,11 +21,12 @@ import torch
 from torch import fx
 
 from lancet.graph.capture import CapturedGraph, capture
-from lancet.graph.operations import Op
+from lancet.graph.fused_sums import list_sum_dtypes
+from lancet.graph.operations import LaunchOrder, Op
 from lancet.graph.rewrite import collectives, is_repeatable
 from lancet.planner.memory import KeptTensor
 from lancet.planner.other_shapes import follow_plan
-from lancet.planner.plan import Plan, load_plans, make_plan, save_plans
+from lancet.planner.plan import Plan, Sums, load_plans, make_plan, save_plans
 from lancet.report import GraphReport, StepReport
 from lancet.runtime.agreement import check_same, share_text, share_texts
 from lancet.runtime.executor import PLANNED, GraphExecutor
@@ -200,7 +201,7 @@ class Backend:
             check_replicas(executor.parameters(), self._control)
             self._check_s = time.perf_counter() - start_s
 
-    def _follow(self, executor: GraphExecutor) -> Sequence[str] | None:
+    def _follow(self, executor: GraphExecutor) -> LaunchOrder | None:
         """The order of a backward graph that is not the first, as of a last, smaller batch.
 
         Other ranks may run the planned graph meanwhile, so nothing is shared with them.
@@ -216,15 +217,15 @@ class Backend:
             if order is not None:
                 self._followed[executor.name] = name
                 return order
-        return [op.name for op in ops]
+        return LaunchOrder(tuple(op.name for op in ops))
 
-    def _plan(self, executor: GraphExecutor) -> Sequence[str] | None:
+    def _plan(self, executor: GraphExecutor) -> LaunchOrder | None:
         """Plans with the other ranks; None: in captured order."""
         digest = executor.captured.digest()
         tensors = [asdict(t) for t in executor.tensors] if self._memory_bytes is not None else []
-        own = json.dumps([digest, executor.time_s, tensors])
+        own = json.dumps([digest, executor.time_s, tensors, executor.sum_latency_s])
         observed = [json.loads(text) for text in share_texts(self._control, own)]
-        digests = [rank_digest[:8] for rank_digest, _, _ in observed]
+        digests = [rank_digest[:8] for rank_digest, *_ in observed]
         if len({*digests}) > 1:
             self._warn(
                 f"{executor.name}: expected the same graph on all ranks, got the digests "
@@ -236,17 +237,31 @@ class Backend:
         if self._group.rank == 0:
             plan = self._find_stored(executor)
             if plan is None:
-                times = [rank_times for _, rank_times, _ in observed]
+                times = [rank_times for _, rank_times, *_ in observed]
                 ops = [_average(op, times) for op in executor.list_ops()]
-                kept = [[_read_tensor(values) for values in own] for *_, own in observed]
+                kept = [[_read_tensor(values) for values in own] for _, _, own, _ in observed]
+                sums = self._describe_sums(executor, min(latency_s for *_, latency_s in observed))
                 plan = make_plan(
-                    executor.name, digest, torch.__version__, ops, kept, self._memory_bytes
+                    executor.name, digest, torch.__version__, ops, kept, self._memory_bytes, sums
                 )
             text = plan.to_json()
         text = share_text(self._control, text)
         check_same(self._control, f"plan of {executor.name}", text)
         self._plans[executor.name] = text
-        return Plan.from_json(text).order
+        return Plan.from_json(text).launches
+
+    def _describe_sums(self, executor: GraphExecutor, latency_s: float) -> Sums:
+        """What may run in groups: all averages of gradients, if their bits stay the same."""
+        size = self._group.world_size
+        graph, name = executor.captured.module.graph, self._group.checked().group_name
+        dtypes = list_sum_dtypes(graph, name)
+        if self._group.backend == "nccl" and size > 2:
+            dtypes = {}
+            self._warn(
+                f"{executor.name}: each gradient has an all-reduce of its own, as NCCL adds up in "
+                f"another order in larger ones; with two ranks or with gloo they run in groups"
+            )
+        return Sums(latency_s=latency_s, dtypes=dtypes, num_ranks=size)
 
     def _find_stored(self, executor: GraphExecutor) -> Plan | None:
         """The loaded plan of a graph, None if it has none."""

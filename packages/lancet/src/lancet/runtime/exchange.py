@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from lancet.graph.rewrite import collectives
@@ -13,6 +14,9 @@ from lancet.runtime.reduction import PendingSum
 from shared.comms import Group, start_exchange
 
 __all__ = ["Communication"]
+
+# Sums of one element by which the latency of a sum is measured.
+_NUM_SMALL_SUMS = 9
 
 
 class Communication:
@@ -41,8 +45,9 @@ class Communication:
                 start.target = self.start_all_to_all
                 start.args = rows, recv_sizes, send_sizes, start.name
             else:
+                name_of_group = start.meta.get("fused")
                 start.target = self.start_all_reduce
-                start.args = start.args[0], start.name
+                start.args = start.args[0], name_of_group or start.name, bool(name_of_group)
             wait.target = self.wait
 
     def start_all_to_all(
@@ -53,9 +58,21 @@ class Communication:
         rows = rows.contiguous()
         return name, start_exchange(self._group, rows, send_sizes, recv_sizes, phase=phase)
 
-    def start_all_reduce(self, tensor: Tensor, name: str) -> tuple[str, Any]:
-        """Starts a sum over the ranks; returns what `wait` takes."""
+    def start_all_reduce(self, tensor: Tensor, name: str, is_buffer: bool) -> tuple[str, Any]:
+        """Starts a sum over the ranks, in place if it is of a buffer; returns what `wait` takes."""
+        if not is_buffer:
+            tensor = tensor.clone(memory_format=torch.contiguous_format)
         return name, PendingSum(self._group, tensor, f"{self._name}: {name}")
+
+    def time_small_sum(self) -> float:
+        """Seconds of a sum of one element over the ranks, the least of some; all ranks call it."""
+        seconds = []
+        for _ in range(_NUM_SMALL_SUMS):
+            start_s = time.perf_counter()
+            element = torch.zeros(1, device=self._group.device)
+            PendingSum(self._group, element, f"{self._name}: latency").wait()
+            seconds.append(time.perf_counter() - start_s)
+        return min(seconds)
 
     def wait(self, pending: tuple[str, Any]) -> Tensor:
         """Waits for a collective and returns its result.

@@ -14,7 +14,8 @@ from torch import Tensor, fx
 from torch.fx.graph import _BoxedCodeGen
 
 from lancet.graph.capture import CapturedGraph
-from lancet.graph.operations import Op
+from lancet.graph.fused_sums import fuse_sums
+from lancet.graph.operations import LaunchOrder, Op
 from lancet.graph.rewrite import list_ops, reorder
 from lancet.moe.gradients import mark_averaged
 from lancet.planner.memory import KeptTensor
@@ -46,6 +47,7 @@ class GraphExecutor:
     Attributes:
         captured: as given.
         time_s: seconds of each node on this rank, after the first run.
+        sum_latency_s: seconds that an all-reduce of one element takes on this rank, after that run.
         tensors: memory that the graph's operators allocate on this rank, after the first run.
         captured_waits_s: for each collective, seconds waited for it in captured order.
         waits_s: the same in the last run.
@@ -60,18 +62,20 @@ class GraphExecutor:
         group: Group,
         name: str,
         before_run: Callable[[GraphExecutor], None],
-        follow_order: Callable[[GraphExecutor], Sequence[str] | None],
-        choose_order: Callable[[GraphExecutor], Sequence[str] | None] | None,
+        follow_order: Callable[[GraphExecutor], LaunchOrder | None],
+        choose_order: Callable[[GraphExecutor], LaunchOrder | None] | None,
         accept: Callable[[GraphExecutor, int | None], bool],
     ) -> None:
         self.captured = captured
         self.name = name
+        self._group = group
         self._group_name = group.checked().group_name
         self._communication = Communication(group, name)
         self._before_run = before_run
         self._follow_order, self._choose_order = follow_order, choose_order
         self._accept = accept
         self.time_s: dict[str, float] = {}
+        self.sum_latency_s = 0.0
         self.tensors: list[KeptTensor] = []
         self.captured_waits_s: dict[str, float] = {}
         self.num_runs = 0
@@ -96,7 +100,7 @@ class GraphExecutor:
             order: names of all operations, the same on all ranks; each comes after those that it
                 follows.
         """
-        self._orders[name] = self._build(order)
+        self._orders[name] = self._build(LaunchOrder(tuple(order)))
 
     def parameters(self) -> dict[str, Tensor]:
         """Replicated parameters whose gradients the graph computes, by the graph's names for them."""
@@ -120,7 +124,12 @@ class GraphExecutor:
         return outputs
 
     def _run_order(self, arguments: list[Any]) -> Any:
-        return self._orders.get(self.order_name, self._orders[CAPTURED])(arguments)
+        return self._call(self._orders.get(self.order_name, self._orders[CAPTURED]), arguments)
+
+    def _call(self, module: fx.GraphModule, arguments: list[Any]) -> Any:
+        # Another order may have other groups, whose waits have other names.
+        self._communication.waited_s.clear()
+        return module(arguments)
 
     def _run_first(self, arguments: list[Any]) -> Any:
         order = self._follow_order(self)
@@ -139,22 +148,25 @@ class GraphExecutor:
                 name: min(seconds, self.time_s.get(name, seconds))
                 for name, seconds in observed.time_s.items()
             }
-        order, run_captured = choose_order(self), self._orders[CAPTURED]
+        self.sum_latency_s = self._communication.time_small_sum()
+        order, captured = choose_order(self), self._orders[CAPTURED]
         if order is None:
-            outputs = run_captured(arguments)
+            outputs = self._call(captured, arguments)
             self.captured_waits_s = self.waits_s
             return outputs
-        outputs = run_captured(list(arguments))
+        outputs = self._call(captured, list(arguments))
         self.captured_waits_s = self.waits_s
         planned = self._build(order)
-        if self._accept(self, find_difference(outputs, planned(arguments))):
+        if self._accept(self, find_difference(outputs, self._call(planned, arguments))):
             self._orders[PLANNED] = planned
         return outputs
 
-    def _build(self, order: Sequence[str] | None, *, boxed: bool = True) -> fx.GraphModule:
+    def _build(self, order: LaunchOrder | None, *, boxed: bool = True) -> fx.GraphModule:
         module = self.captured.module
-        names = [op.name for op in self.list_ops()] if order is None else order
+        names = [op.name for op in self.list_ops()] if order is None else order.names
         graph = reorder(module.graph, self._group_name, names)
+        if order is not None:
+            fuse_sums(graph, order.groups, self._group.world_size)
         self._communication.insert(graph)
         if boxed:
             graph.set_codegen(_BoxedCodeGen())

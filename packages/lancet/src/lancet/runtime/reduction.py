@@ -7,7 +7,6 @@ ranks, and all ranks get the same bits.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from shared.comms import Group, Round, post_rounds
@@ -21,12 +20,12 @@ class PendingSum:
 
     Args:
         group: ranks that add up their tensors.
-        tensor: this rank's; not written to.
+        tensor: this rank's, contiguous; overwritten by the sum.
         phase: name of the sum, for the ledger and for errors.
     """
 
     def __init__(self, group: Group, tensor: Tensor, phase: str) -> None:
-        self._sum = tensor.clone(memory_format=torch.contiguous_format)
+        self._sum = tensor
         if group.backend == "nccl":
             self._wait = start_all_reduce(group, self._sum).wait
         else:
@@ -46,8 +45,14 @@ class PendingSum:
 
 def _ring(group: Group, tensor: Tensor) -> list[Round]:
     size, rank = group.world_size, group.rank
-    chunks = tensor.view(-1).tensor_split(size)
-    received = [torch.empty_like(chunks[(rank - step - 1) % size]) for step in range(size - 1)]
+    flat = tensor.view(-1)
+    length = -(-len(flat) // size)
+    chunks = [flat[i * length : (i + 1) * length] for i in range(size)]
+    # What came in a round is added up in the next one, while the other buffer is written to.
+    buffers = flat.new_empty(min(size - 1, 2), length)
+    received = [
+        buffers[step % 2, : len(chunks[(rank - step - 1) % size])] for step in range(size - 1)
+    ]
 
     def make(step: int) -> Tensor:
         """The chunk to send in a round, after adding to it what came in the round before."""

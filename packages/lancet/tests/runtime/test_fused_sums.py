@@ -1,0 +1,166 @@
+"""Groups of all-reduces give each gradient the bits of an all-reduce of its own, and send as much."""
+
+import pytest
+import torch
+from lancet_models import SmallModel, small_batch
+from torch import fx
+
+import lancet
+from lancet.graph.capture import CapturedGraph
+from lancet.graph.fused_sums import list_sum_dtypes, pack, unpack
+from lancet.graph.operations import LaunchOrder
+from lancet.graph.rewrite import average_outputs
+from lancet.runtime.executor import GraphExecutor
+from shared.comms import Group, RankPool
+
+SHAPES = ((5,), (3, 4), (), (2, 2, 8), (0,), (1,))
+
+
+def _double(tensor):
+    return tensor * 2
+
+
+def _count_writes(gradient):
+    return gradient._version
+
+
+def _capture(group, dtypes):
+    graph = fx.Graph()
+    gradients = []
+    for number, dtype in enumerate(dtypes):
+        source = graph.placeholder(f"source{number}")
+        gradient = graph.create_node("call_function", _double, (source,), name=f"dw{number}")
+        gradient.meta["val"] = torch.empty(SHAPES[number], dtype=dtype)
+        gradients.append(gradient)
+    graph.output(tuple(gradients))
+    name = group.checked().group_name
+    average_outputs(graph, range(len(dtypes)), group.world_size, name)
+    return CapturedGraph(fx.GraphModule({}, graph), "backward", {}), name
+
+
+def _sum(dtypes, groups):
+    """Outputs and messages of single all-reduces, and of groups by their numbers."""
+    group = Group.world()
+    captured, name = _capture(group, dtypes)
+    fusible = list_sum_dtypes(captured.module.graph, name)
+    executor = GraphExecutor(
+        captured, group, "graph", lambda _: None, lambda _: None, None, lambda *_: True
+    )
+    draw = torch.Generator().manual_seed(group.rank)
+    tensors = [
+        torch.randn(shape, generator=draw).to(dtype)
+        for shape, dtype in zip(SHAPES, dtypes, strict=False)
+    ]
+    names = list(fusible)
+    fused = tuple(tuple(names[number] for number in own) for own in groups)
+    rest = [op.name for op in executor.list_ops()]
+    averages = [op for op in rest if op.startswith("div")]
+    order = [op for op in rest if op not in names and op not in averages]
+    order += [op for own in fused for op in own]
+    order += [op for op in names if op not in order] + averages
+    chosen = LaunchOrder(tuple(order), fused)
+    following = GraphExecutor(
+        captured, group, "graph", lambda _: None, lambda _: chosen, None, lambda *_: True
+    )
+    results = []
+    for each in (executor, following):
+        each.run(list(tensors))
+        before = group.ledger.snapshot()
+        outputs = each.run(list(tensors))
+        sent = group.ledger.snapshot().diff(before)
+        results.append(([*map(torch.clone, outputs)], sent.sent_bytes, list(each.waits_s)))
+    if group.world_size == 2:
+        # Averages are views of their group's buffer, and each counts the writes to it alone.
+        buffers = {outputs[k].untyped_storage().data_ptr() for own in groups for k in own}
+        assert len(buffers) == len(groups)
+        first, second = (outputs[k] for k in groups[0][:2])
+        num_writes = _count_writes(second)
+        first.add_(1)
+        assert _count_writes(second) == num_writes
+        assert torch.equal(second, results[1][0][groups[0][1]])
+    return fusible, [t * 2 for t in tensors], results
+
+
+@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)])
+def ranks(request, pool):
+    if request.param == 2:
+        yield pool
+    else:
+        with RankPool(request.param) as more:
+            yield more
+
+
+def test_a_group_has_the_bits_of_single_sums(ranks):
+    dtypes = [torch.float32] * 6
+    results = ranks.run(_sum, dtypes, ((0, 1, 2), (4, 3, 5))).results
+    own = [tensors for _, tensors, _ in results]
+    for fusible, _, (single, fused) in results:
+        assert set(fusible.values()) == {"float32"}
+        for number, (one, other) in enumerate(zip(single[0], fused[0], strict=True)):
+            assert one.shape == other.shape == SHAPES[number]
+            assert torch.equal(one, other)
+            mean = sum(tensors[number].double() for tensors in own) / len(own)
+            torch.testing.assert_close(other.double(), mean, rtol=1e-6, atol=1e-6)
+        assert len(single[2]) == 6
+        assert fused[2] == ["all_reduce_default and 2 more", "all_reduce_default_4 and 2 more"]
+        if len(own) == 2:
+            assert single[1] == fused[1] > 0
+
+
+def test_each_dtype_has_its_name(pool):
+    dtypes = [torch.float32, torch.bfloat16, torch.float32]
+    for fusible, _, (single, fused) in pool.run(_sum, dtypes, ((0, 2),)).results:
+        assert list(fusible.values()) == ["float32", "bfloat16", "float32"]
+        assert all(map(torch.equal, single[0], fused[0]))
+
+
+@pytest.mark.parametrize("num_rows", [1, 3, 4])
+def test_columns_of_a_buffer_hold_what_was_packed(num_rows):
+    tensors = [torch.arange(float(n)) + 1 for n in (5, 12, 1, 0, 4)]
+    widths = [-(-len(tensor) // num_rows) for tensor in tensors]
+    offsets = [sum(widths[:k]) for k in range(len(widths))]
+    buffer = None
+    for tensor, offset in zip(tensors, offsets, strict=True):
+        buffer = pack(buffer, tensor, offset, (num_rows, sum(widths)))
+    assert buffer.shape == (num_rows, sum(widths))
+    assert buffer.isfinite().all()
+    assert buffer.sum() == sum(tensor.sum() for tensor in tensors)  # padding is zero
+    for tensor, offset in zip(tensors, offsets, strict=True):
+        assert torch.equal(unpack(buffer, offset, tuple(tensor.shape), num_rows, 2), tensor / 2)
+
+
+def _train(uses_groups):
+    group = Group.world()
+    torch._dynamo.reset()
+    model = lancet.parallelize(SmallModel(), group)
+    backend = lancet.Backend(group)
+    step = torch.compile(model, backend=backend, fullgraph=True)
+    step(small_batch(group.rank)).backward()
+    backend.use_order("planned" if uses_groups else "captured")
+    gradients, sums = [], []
+    for number in range(2):
+        model.zero_grad()
+        before = group.ledger.snapshot()
+        step(small_batch(group.rank + 2 * number)).backward()
+        cell = group.ledger.snapshot().diff(before).by_op()["all_reduce"]
+        sums.append((cell.sent_bytes, cell.calls))
+        gradients += [
+            p.grad.to_local() if hasattr(p.grad, "to_local") else p.grad for p in model.parameters()
+        ]
+    return [g.clone() for g in gradients], sums, backend.plans, backend.report().sentences
+
+
+def test_a_planned_step_sums_in_groups(pool):
+    captured, planned = (pool.run(_train, flag).results for flag in (False, True))
+    for one, other in zip(captured, planned, strict=True):
+        assert all(map(torch.equal, one[0], other[0]))
+        (plan,) = other[2].values()
+        assert other[3] == ()
+        num_saved = sum(len(own) - 1 for own in plan.groups)
+        assert num_saved > 0
+        # A sum over two ranks is two messages of each.
+        for (num_bytes, num_messages), (fused_bytes, num_fused) in zip(
+            one[1], other[1], strict=True
+        ):
+            assert fused_bytes == num_bytes
+            assert num_fused < num_messages
