@@ -122,14 +122,16 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """The plan that `to_json` wrote.
+        """The plan that `to_json` wrote; one of format 1 has no groups.
 
         Raises:
             DataError: the text is no plan of this format.
         """
         values = json.loads(text)
         version = values.pop("format", None) if isinstance(values, dict) else None
-        if version != _FORMAT:
+        if version == 1:
+            values |= {"groups": [], "sums": {}}
+        elif version != _FORMAT:
             raise DataError(
                 f"expected a plan of format {_FORMAT}, got format {version!r}; plan again with this "
                 f"version of lancet"
