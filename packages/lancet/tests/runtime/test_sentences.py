@@ -127,9 +127,9 @@ def test_ranks_with_different_graphs_run_in_captured_order(pool):
         assert all(graph.plan is None for graph in report.graphs)
 
 
-def _plan_sums_last(name, digest, version, ops, tensors, memory_bytes, sums):
+def _plan_sums_last(name, digest, version, ops, tensors, memory_bytes, sums, **settings):
     """A plan with all sums last, and half of them in a group."""
-    plan = make_plan(name, digest, version, ops, tensors, memory_bytes)
+    plan = make_plan(name, digest, version, ops, tensors, memory_bytes, **settings)
     listed = list_all_reduces_last(ops)
     group = tuple(op.name for op in listed if op.name in sums.dtypes)[::2]
     assert len(group) > 1

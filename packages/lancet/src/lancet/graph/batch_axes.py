@@ -29,6 +29,7 @@ from shared.errors import ConfigError
 
 __all__ = [
     "BatchAxes",
+    "drop_unused_sizes",
     "find_batch_axes",
     "fix_sizes",
     "list_exchanges",
@@ -126,6 +127,23 @@ def trace_sizes() -> Iterator[None]:
         symbols.patch(use_duck_shape=False),
     ):
         yield
+
+
+def drop_unused_sizes(module: fx.GraphModule, inputs: Sequence[Any]) -> list[Any]:
+    """Removes symbols of sizes that nothing reads from a traced graph's inputs; returns the others.
+
+    Where in its memory a batch begins has a symbol too, which may differ by rank. torch.compile passes
+    the inputs that the graph has when its backend returns.
+    """
+    left = []
+    placeholders = module.graph.find_nodes(op="placeholder")
+    for node, value in zip(placeholders, inputs, strict=True):
+        if isinstance(_example(node), torch.SymInt) and not node.users:
+            module.graph.erase_node(node)
+        else:
+            left.append(value)
+    module.recompile()
+    return left
 
 
 def fix_sizes(module: fx.GraphModule) -> None:

@@ -7,7 +7,8 @@ rewrites them as planning needs them and hands each to a function that runs it.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +30,9 @@ from lancet.graph.rewrite import (
 )
 from shared.comms import Group
 
-__all__ = ["CapturedGraph", "capture"]
+__all__ = ["CapturedGraph", "capture", "digest_lines"]
+
+_SYMBOL = re.compile(r"\b[su]\d+\b")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,7 +56,17 @@ class CapturedGraph:
             f"{node.format_node()} {node.args} {node.kwargs} {_shape(node)}"
             for node in self.module.graph.nodes
         ]
-        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+        return digest_lines(lines)
+
+
+def digest_lines(lines: Iterable[str]) -> str:
+    """A digest of text about a graph, whose symbols of sizes may have other numbers on each rank."""
+    names: dict[str, str] = {}
+
+    def number(match: re.Match[str]) -> str:
+        return names.setdefault(match[0], f"s_{len(names)}")
+
+    return hashlib.sha256(_SYMBOL.sub(number, "\n".join(lines)).encode()).hexdigest()
 
 
 def _shape(node: fx.Node) -> str:

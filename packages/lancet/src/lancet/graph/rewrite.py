@@ -156,7 +156,7 @@ def list_ops(graph: fx.Graph, group_name: str, time_s: Mapping[str, float]) -> l
             after.append(fence)
         if _writes(node):
             after, fence = [op.name for op in ops], node.name
-        if is_random(node):
+        if _draws(node):
             after += [last_random] if last_random else []
             last_random = node.name
         if _is_foreign(node, kinds):
@@ -199,7 +199,7 @@ def reorder(graph: fx.Graph, group_name: str, order: Iterable[str]) -> fx.Graph:
 
 def is_repeatable(graph: fx.Graph) -> bool:
     """Whether running the graph twice changes nothing: it draws no numbers and writes to no input."""
-    return not any(_writes(node) or is_random(node) for node in graph.nodes)
+    return not any(_writes(node) or _draws(node) for node in graph.nodes)
 
 
 def _is_wait(node: fx.Node, kinds: Mapping[fx.Node, Kind]) -> bool:
@@ -216,6 +216,18 @@ def _is_foreign(node: fx.Node, kinds: Mapping[fx.Node, Kind]) -> bool:
 def _writes(node: fx.Node) -> bool:
     schema = getattr(node.target, "_schema", None)
     return schema is not None and schema.is_mutable
+
+
+def _draws(node: fx.Node) -> bool:
+    """Whether an operator draws random numbers; attention without dropout does not."""
+    schema = getattr(node.target, "_schema", None)
+    names = [argument.name for argument in schema.arguments] if schema is not None else []
+    if not is_random(node) or "dropout_p" not in names:
+        return is_random(node)
+    number = names.index("dropout_p")
+    if number < len(node.args):
+        return node.args[number] != 0.0
+    return node.kwargs.get("dropout_p", schema.arguments[number].default_value) != 0.0
 
 
 def is_random(node: fx.Node) -> bool:

@@ -158,6 +158,8 @@ def make_plan(
     tensors: Sequence[Sequence[KeptTensor]],
     memory_bytes: int | None,
     sums: Sums | None = None,
+    *,
+    keeps_order: bool = True,
 ) -> Plan:
     """Plans a graph: weight gradients beside all-to-alls, and all-reduces in groups.
 
@@ -176,18 +178,19 @@ def make_plan(
         memory_bytes: bytes by which each rank's peak may exceed that of the captured order; None for
             no limit.
         sums: of its all-reduces; None: they run one by one.
+        keeps_order: whether all-to-alls keep their captured order; those of parts of a batch need not.
     """
     sums = Sums() if sums is None else sums
     by_name = {op.name: op for op in ops}
-    orders = [_schedule_within(ops, ops, tensors, memory_bytes)]
+    orders = [_schedule_within(ops, ops, tensors, memory_bytes, keeps_order)]
     if any(op.kind == "all_reduce" for op in ops):
-        last = _schedule_within(list_all_reduces_last(ops), ops, tensors, memory_bytes)
+        last = _schedule_within(list_all_reduces_last(ops), ops, tensors, memory_bytes, keeps_order)
         names = by_name if last is None else last.order
         fitted = fit_all_reduces([by_name[name] for name in names])
-        orders += [last, _schedule_within(fitted, ops, tensors, memory_bytes)]
+        orders += [last, _schedule_within(fitted, ops, tensors, memory_bytes, keeps_order)]
         if sums.latency_s and sums.dtypes:
             late = list_averages_last(ops)
-            orders.append(_schedule_within(late, ops, tensors, memory_bytes))
+            orders.append(_schedule_within(late, ops, tensors, memory_bytes, keeps_order))
     before_s = simulate(ops).makespan_s
     candidates = [
         (LaunchOrder(result.order), result.makespan_s) for result in orders if result is not None
@@ -294,16 +297,19 @@ def _schedule_within(
     ops: Sequence[Op],
     tensors: Sequence[Sequence[KeptTensor]],
     memory_bytes: int | None,
+    keeps_order: bool,
 ) -> Reordering | None:
     """An order whose peak on each rank is within the limit; None if halving the slack finds none."""
     if memory_bytes is None:
-        return schedule(variant)
+        return schedule(variant, keeps_order=keeps_order)
     graph = OpGraph(ops)
     ranks = [LiveBytes(graph, rank_tensors) for rank_tensors in tensors]
     captured = range(len(ops))
     merged, slack_bytes = _merge(tensors), memory_bytes
     for _ in range(_HALVINGS):
-        result = schedule(variant, tensors=merged, slack_bytes=slack_bytes)
+        result = schedule(
+            variant, tensors=merged, slack_bytes=slack_bytes, keeps_order=keeps_order
+        )
         order = [graph.index[name] for name in result.order]
         excess_bytes = max(rank.peak_bytes(order) - rank.peak_bytes(captured) for rank in ranks)
         if excess_bytes <= memory_bytes:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from lancet.graph.batch_axes import drop_unused_sizes, trace_sizes
 from lancet.graph.capture import CapturedGraph, capture
 from lancet.graph.fused_sums import list_sum_dtypes
 from lancet.graph.operations import LaunchOrder, Op
@@ -29,6 +30,7 @@ from lancet.planner.other_shapes import follow_plan
 from lancet.planner.plan import Plan, Sums, load_plans, make_plan, save_plans
 from lancet.report import GraphReport, StepReport
 from lancet.runtime.agreement import check_same, share_text, share_texts
+from lancet.runtime.cutting import MAX_PARTS, BatchCutter
 from lancet.runtime.executor import PLANNED, GraphExecutor
 from lancet.runtime.verification import check_replicas
 from shared.comms import Group
@@ -47,7 +49,7 @@ class Backend:
     Args:
         group: ranks over which `lancet.parallelize` has divided the experts.
         dw: whether weight gradients are moved beside all-to-alls.
-        partition: number of parts of the batch, "auto", or None for a whole batch.
+        partition: number of parts of the batch, 1 to 8; None or "auto" keep it whole.
         memory_bytes: bytes by which the plan may exceed the captured order's peak of saved tensors;
             None for no limit.
 
@@ -62,10 +64,11 @@ class Backend:
         partition: int | str | None = "auto",
         memory_bytes: int | None = None,
     ) -> None:
-        if partition not in (None, "auto", 1):
+        is_number = isinstance(partition, int) and not isinstance(partition, bool)
+        if partition not in (None, "auto") and not (is_number and 1 <= partition <= MAX_PARTS):
             raise ConfigError(
-                f"partition: expected None or 'auto', which keep the batch whole, got {partition!r}; a "
-                f"batch cannot be cut into parts yet"
+                f"partition: expected 1 to {MAX_PARTS} parts, or None or 'auto', which keep the batch "
+                f"whole, got {partition!r}"
             )
         if memory_bytes is not None and memory_bytes < 0:
             raise ConfigError(
@@ -76,11 +79,15 @@ class Backend:
         self._dw, self._memory_bytes = dw, memory_bytes
         # Plans travel over connections of their own, so that no message of the model mixes with them.
         self._control = Group.control(group.checked(), name="lancet")
+        self._cutter = None
+        if isinstance(partition, int) and partition > 1:
+            self._cutter = BatchCutter(group, self._control, partition)
+        self._has_cut = False
         self._executors: list[GraphExecutor] = []
         self._plans: dict[str, str] = {}
         self._stored: list[Plan] = []
-        # The backward graph that ran first is the one that is planned; the others' names by graph.
-        self._first: GraphExecutor | None = None
+        # By direction, the graph that ran first is the one that is planned; the others' names by graph.
+        self._first: dict[str, GraphExecutor] = {}
         self._followed: dict[str, str] = {}
         self._is_broken = False
         self._warnings: list[str] = []
@@ -89,7 +96,11 @@ class Backend:
 
     def backend_ctx_ctor(self) -> contextlib.AbstractContextManager[Any]:
         """What torch.compile enters around each call: sizes of exchanges are data, and are captured."""
-        return torch._dynamo.config.patch(capture_scalar_outputs=True)
+        stack = contextlib.ExitStack()
+        stack.enter_context(torch._dynamo.config.patch(capture_scalar_outputs=True))
+        if self._cutter is not None:
+            stack.enter_context(trace_sizes())
+        return stack
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Captures a module that torch.compile has traced."""
@@ -103,7 +114,25 @@ class Backend:
             )
         if self._is_broken:
             return module.forward
+        if self._cutter is not None:
+            module, inputs = self._cut(self._cutter, module, inputs)
         return capture(module, inputs, self._group, self._add)
+
+    def _cut(
+        self, cutter: BatchCutter, module: fx.GraphModule, inputs: Sequence[Any]
+    ) -> tuple[fx.GraphModule, Sequence[Any]]:
+        """A model in parts, with its inputs; or whole, if the first one cannot be cut."""
+        inputs = drop_unused_sizes(module, inputs)
+        if self._has_cut:
+            return cutter.cut_later(module, inputs), inputs
+        try:
+            parts = cutter.cut_first(module, inputs)
+        except ConfigError as error:
+            self._cutter = None
+            self._warn(f"the batch stays whole: {error}")
+            return module, inputs
+        self._has_cut = True
+        return parts, inputs
 
     def save_plan(self, path: str | Path) -> None:
         """Writes the plans of all graphs as JSON; they are the same on every rank."""
@@ -170,8 +199,8 @@ class Backend:
             )
             return lambda arguments: captured.module.forward(*arguments)
         name = f"{captured.direction} {len(self._executors)}"
-        plans = self._dw and captured.direction == "backward"
-        if plans and self._first is None and not is_repeatable(captured.module.graph):
+        plans = self._is_planned(captured.direction)
+        if plans and captured.direction not in self._first and not is_repeatable(captured.module.graph):
             plans = False
             self._warn(
                 f"{name}: it draws random numbers or writes to its inputs, so it cannot be measured "
@@ -190,6 +219,10 @@ class Backend:
         self._executors.append(executor)
         return executor.run
 
+    def _is_planned(self, direction: str) -> bool:
+        """Whether a graph may run in another order: parts have something beside exchanges in both."""
+        return (direction == "backward" and self._dw) or (direction == "forward" and self._has_cut)
+
     def _check_replicas(self, executor: GraphExecutor) -> None:
         """Compares replicated parameters over the ranks, in every `_CHECK_INTERVAL`-th backward run."""
         if executor.captured.direction != "backward":
@@ -202,18 +235,19 @@ class Backend:
             self._check_s = time.perf_counter() - start_s
 
     def _follow(self, executor: GraphExecutor) -> LaunchOrder | None:
-        """The order of a backward graph that is not the first, as of a last, smaller batch.
+        """The order of a graph that is not the first of its direction, as of a last, smaller batch.
 
         Other ranks may run the planned graph meanwhile, so nothing is shared with them.
         """
-        if executor.captured.direction != "backward":
+        direction = executor.captured.direction
+        if direction != "backward" and not self._is_planned(direction):
             return None
-        if self._first in (None, executor):
-            self._first = executor
+        first = self._first.setdefault(direction, executor)
+        if first is executor:
             return None
         ops = executor.list_ops()
         for name, plan in self.plans.items():
-            order = follow_plan(plan, ops)
+            order = follow_plan(plan, ops) if name == first.name else None
             if order is not None:
                 self._followed[executor.name] = name
                 return order
@@ -242,7 +276,14 @@ class Backend:
                 kept = [[_read_tensor(values) for values in own] for _, _, own, _ in observed]
                 sums = self._describe_sums(executor, min(latency_s for *_, latency_s in observed))
                 plan = make_plan(
-                    executor.name, digest, torch.__version__, ops, kept, self._memory_bytes, sums
+                    executor.name,
+                    digest,
+                    torch.__version__,
+                    ops,
+                    kept,
+                    self._memory_bytes,
+                    sums,
+                    keeps_order=not self._has_cut,
                 )
             text = plan.to_json()
         text = share_text(self._control, text)
