@@ -33,6 +33,7 @@ from shared.comms import Group
 __all__ = ["CapturedGraph", "capture", "digest_lines"]
 
 _SYMBOL = re.compile(r"\b[su]\d+\b")
+_NUMBER = re.compile(r"(_\d+)+$")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -95,7 +96,7 @@ def capture(
 
     def compiler(direction: str) -> Callable[[fx.GraphModule, Any], Any]:
         def compile_graph(traced: fx.GraphModule, _examples: Any) -> Callable[[list[Any]], Any]:
-            graph = traced.graph
+            graph = traced.graph = _name_by_order(traced.graph)
             merge_waits(graph, name)
             parameters: dict[int, tuple[str, TensorWeakRef]] = {}
             if direction == "backward" and collectives(graph, name):
@@ -144,6 +145,23 @@ def _partition(joint: fx.GraphModule, inputs: Any, **settings: Any) -> Any:
         ):
             node.meta["partitioner_tag"] = "must_be_in_forward"
     return default_partition(joint, inputs, **settings)
+
+
+def _name_by_order(graph: fx.Graph) -> fx.Graph:
+    """A copy of a graph with nodes numbered anew: torch's numbers count nodes that are gone, too.
+
+    Where sizes were symbols, there may be another number of these on each rank.
+    """
+    named = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        arguments = fx.map_arg((node.args, node.kwargs), copies.__getitem__)
+        copy = named.create_node(node.op, node.target, *arguments, _NUMBER.sub("", node.name))
+        if node.op == "placeholder":
+            copy.target = copy.name
+        copy.meta = dict(node.meta)
+        copies[node] = copy
+    return named
 
 
 def _list_replicated(

@@ -156,6 +156,8 @@ class _Cutter:
                     if other not in inside:
                         self._take_part(other, own, span)
                 own[node] = self._graph.node_copy(node, own.__getitem__)
+                # Numbers of rows that are data differ by part: torch would take their symbols for one.
+                own[node].meta.pop("unbacked_bindings", None)
             copies.append(own)
         for node in nodes:
             if any(user not in inside for user in node.users):

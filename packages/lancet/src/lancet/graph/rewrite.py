@@ -220,14 +220,16 @@ def _writes(node: fx.Node) -> bool:
 
 def _draws(node: fx.Node) -> bool:
     """Whether an operator draws random numbers; attention without dropout does not."""
-    schema = getattr(node.target, "_schema", None)
+    if not is_random(node):
+        return False
+    schema: Any = getattr(node.target, "_schema", None)
     names = [argument.name for argument in schema.arguments] if schema is not None else []
-    if not is_random(node) or "dropout_p" not in names:
-        return is_random(node)
+    if "dropout_p" not in names:
+        return True
     number = names.index("dropout_p")
     if number < len(node.args):
-        return node.args[number] != 0.0
-    return node.kwargs.get("dropout_p", schema.arguments[number].default_value) != 0.0
+        return node.args[number] != 0
+    return "dropout_p" in node.kwargs and node.kwargs["dropout_p"] != 0
 
 
 def is_random(node: fx.Node) -> bool:

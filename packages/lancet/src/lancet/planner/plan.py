@@ -307,9 +307,7 @@ def _schedule_within(
     captured = range(len(ops))
     merged, slack_bytes = _merge(tensors), memory_bytes
     for _ in range(_HALVINGS):
-        result = schedule(
-            variant, tensors=merged, slack_bytes=slack_bytes, keeps_order=keeps_order
-        )
+        result = schedule(variant, tensors=merged, slack_bytes=slack_bytes, keeps_order=keeps_order)
         order = [graph.index[name] for name in result.order]
         excess_bytes = max(rank.peak_bytes(order) - rank.peak_bytes(captured) for rank in ranks)
         if excess_bytes <= memory_bytes:

@@ -11,6 +11,7 @@ import contextlib
 import json
 import logging
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -80,8 +81,13 @@ class Backend:
         # Plans travel over connections of their own, so that no message of the model mixes with them.
         self._control = Group.control(group.checked(), name="lancet")
         self._cutter = None
+        # torch.compile looks up no context of a backend's for its traces: while the batch may be cut,
+        # its settings for the whole process are changed.
+        self._settings = contextlib.ExitStack()
         if isinstance(partition, int) and partition > 1:
-            self._cutter = BatchCutter(group, self._control, partition)
+            self._cutter = BatchCutter(self._control, partition)
+            self._settings.enter_context(trace_sizes())
+            weakref.finalize(self, self._settings.close)
         self._has_cut = False
         self._executors: list[GraphExecutor] = []
         self._plans: dict[str, str] = {}
@@ -96,11 +102,7 @@ class Backend:
 
     def backend_ctx_ctor(self) -> contextlib.AbstractContextManager[Any]:
         """What torch.compile enters around each call: sizes of exchanges are data, and are captured."""
-        stack = contextlib.ExitStack()
-        stack.enter_context(torch._dynamo.config.patch(capture_scalar_outputs=True))
-        if self._cutter is not None:
-            stack.enter_context(trace_sizes())
-        return stack
+        return torch._dynamo.config.patch(capture_scalar_outputs=True)
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Captures a module that torch.compile has traced."""
@@ -129,6 +131,7 @@ class Backend:
             parts = cutter.cut_first(module, inputs)
         except ConfigError as error:
             self._cutter = None
+            self._settings.close()
             self._warn(f"the batch stays whole: {error}")
             return module, inputs
         self._has_cut = True
@@ -200,7 +203,11 @@ class Backend:
             return lambda arguments: captured.module.forward(*arguments)
         name = f"{captured.direction} {len(self._executors)}"
         plans = self._is_planned(captured.direction)
-        if plans and captured.direction not in self._first and not is_repeatable(captured.module.graph):
+        if (
+            plans
+            and captured.direction not in self._first
+            and not is_repeatable(captured.module.graph)
+        ):
             plans = False
             self._warn(
                 f"{name}: it draws random numbers or writes to its inputs, so it cannot be measured "

@@ -13,10 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from lancet.graph.batch_axes import find_batch_axes, fix_sizes
+from lancet.graph.batch_axes import find_batch_axes, fix_sizes, list_exchanges
 from lancet.graph.capture import digest_lines
 from lancet.graph.parts import cut
-from lancet.graph.rewrite import collectives
 from lancet.planner.partition import PartCosts, choose_ranges
 from lancet.runtime.agreement import share_texts
 from shared.comms import Group
@@ -34,13 +33,12 @@ class BatchCutter:
     """Cuts the graphs of one model.
 
     Args:
-        group: ranks that train the model.
-        control: a gloo group of the same ranks.
+        control: a gloo group of the ranks that train the model.
         num_parts: parts of each range.
     """
 
-    def __init__(self, group: Group, control: Group, num_parts: int) -> None:
-        self._group, self._control, self._num_parts = group, control, num_parts
+    def __init__(self, control: Group, num_parts: int) -> None:
+        self._control, self._num_parts = control, num_parts
         self._digest = ""
         self._ranges: tuple[tuple[int, int, int], ...] = ()
 
@@ -115,10 +113,10 @@ class BatchCutter:
                 f"expected a batch that divides into {self._num_parts} parts, got {size} sequences"
             )
         nodes = list(module.graph.nodes)
-        exchanges = collectives(module.graph, self._group.checked().group_name)
-        whole_s = [1.0 if node in exchanges else len(exchanges) / len(nodes) for node in nodes]
+        starts = {exchange[0] for exchange in list_exchanges(module.graph)}
+        whole_s = [1.0 if node in starts else len(starts) / len(nodes) for node in nodes]
         costs = PartCosts(
-            ["all_to_all" if node in exchanges else "compute" for node in nodes],
+            ["all_to_all" if node in starts else "compute" for node in nodes],
             {n: [seconds / n for seconds in whole_s] for n in (1, self._num_parts)},
             [0.0] * len(nodes),
         )
@@ -138,7 +136,9 @@ def _run(module: fx.GraphModule, inputs: Sequence[Any]) -> list[Tensor]:
     inputs = [
         value.detach().clone().requires_grad_(value.requires_grad)
         if isinstance(value, nn.Parameter)
-        else int(value) if isinstance(value, torch.SymInt) else value
+        else int(value)
+        if isinstance(value, torch.SymInt)
+        else value
         for value in inputs
     ]
     with torch.random.fork_rng():
