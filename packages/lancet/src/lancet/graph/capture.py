@@ -56,6 +56,7 @@ class CapturedGraph:
         lines = [
             f"{node.format_node()} {node.args} {node.kwargs} {_shape(node)}"
             for node in self.module.graph.nodes
+            if not _is_unread(node)
         ]
         return digest_lines(lines)
 
@@ -147,6 +148,11 @@ def _partition(joint: fx.GraphModule, inputs: Any, **settings: Any) -> Any:
     return default_partition(joint, inputs, **settings)
 
 
+def _is_unread(node: fx.Node) -> bool:
+    """Whether a node is an input that nothing reads, such as a size that was a symbol."""
+    return node.op == "placeholder" and not node.users
+
+
 def _name_by_order(graph: fx.Graph) -> fx.Graph:
     """A copy of a graph with nodes numbered anew: torch's numbers count nodes that are gone, too.
 
@@ -156,7 +162,8 @@ def _name_by_order(graph: fx.Graph) -> fx.Graph:
     copies: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         arguments = fx.map_arg((node.args, node.kwargs), copies.__getitem__)
-        copy = named.create_node(node.op, node.target, *arguments, _NUMBER.sub("", node.name))
+        name = "unread" if _is_unread(node) else _NUMBER.sub("", node.name)
+        copy = named.create_node(node.op, node.target, *arguments, name)
         if node.op == "placeholder":
             copy.target = copy.name
         copy.meta = dict(node.meta)

@@ -227,9 +227,8 @@ def _draws(node: fx.Node) -> bool:
     if "dropout_p" not in names:
         return True
     number = names.index("dropout_p")
-    if number < len(node.args):
-        return node.args[number] != 0
-    return "dropout_p" in node.kwargs and node.kwargs["dropout_p"] != 0
+    share = node.args[number] if number < len(node.args) else node.kwargs.get("dropout_p", 0.0)
+    return not (isinstance(share, float) and share == 0.0)
 
 
 def is_random(node: fx.Node) -> bool:
