@@ -53,11 +53,13 @@ class CapturedGraph:
 
     def digest(self) -> str:
         """A digest of operators, arguments and shapes, equal on all ranks that run one program."""
-        lines = [
-            f"{node.format_node()} {node.args} {node.kwargs} {_shape(node)}"
-            for node in self.module.graph.nodes
-            if not _is_unread(node)
-        ]
+        lines = []
+        for node in self.module.graph.nodes:
+            if node.op == "output":
+                # Sizes that were symbols have no gradients, and may be more on some ranks.
+                lines.append(f"return {[value for value in node.args[0] if value is not None]}")
+            elif not _is_unread(node):
+                lines.append(f"{node.format_node()} {node.args} {node.kwargs} {_shape(node)}")
         return digest_lines(lines)
 
 
