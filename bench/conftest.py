@@ -75,7 +75,8 @@ def peer():
 def record_claim(request):
     """Adds a `Claim`, and the ratio aimed at, to the table that `hatch run bench` prints.
 
-    `spread` is the lowest and the highest ratio (or the quartiles) of the repeats within the run.
+    `spread` is the lowest and the highest ratio (or the quartiles) of the repeats within the run; the
+    claim's own range of turns where it is left out.
     All claims of a benchmark are kept; it fails at its end when one of them is not correct. An aim
     that was missed is marked in the table and fails nothing: it is a finding. A claim's name and
     its baseline's, up to a colon, tell it from all others of the file and stay from run to run, so that
@@ -86,12 +87,15 @@ def record_claim(request):
     where = {"package": path.parent.name, "benchmark": path.stem.removeprefix("bench_")}
 
     def record(claim, *, aim=None, spread=None):
+        fields = claim.to_json()
+        fields.pop("ratio_range", None)
+        spread = spread or claim.ratio_range
         if spread is not None:
             low, high = spread
             if not (math.isfinite(low) and low <= high < math.inf):
                 wrong.append(f"{claim.name}: expected a spread from low to high, got {spread}")
                 spread = None
-        row = {**where, "aim": aim, "spread": spread, **claim.to_json()}
+        row = {**where, "aim": aim, "spread": spread, **fields}
         if any(_key_of(row) == _key_of(other) for other in _CLAIMS):
             wrong.append(
                 f"{claim.name} against {claim.baseline_name}: recorded twice; expected a name or a "

@@ -121,6 +121,17 @@ def test_without_keep_nothing_is_recorded(tmp_path):
     assert not (yard / "bench/results").exists()
 
 
+def test_a_claim_of_turns_has_their_range(tmp_path):
+    turns = (
+        PLANTED.replace("ours=ours, baseline=3.0, ", "**pair_turns([1.0, 2.0], [3.0, 4.0]), ")
+        .replace("higher_is_better=False, ", "")
+        .replace("import Claim", "import Claim, pair_turns")
+    )
+    done = bench(planted_yard(tmp_path, turns), "planted", "--keep", "-k", "1000")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2.50x (2.00-3.00, 1 run)" in done.stdout
+
+
 def test_a_claim_that_is_wrong_or_recorded_twice_fails_and_is_kept(tmp_path):
     twice = PLANTED.replace("sum of {size}", "sum").replace("correct=True", "correct=size > 10")
     yard = planted_yard(tmp_path, twice)

@@ -248,7 +248,7 @@ def record_wrong(ranks: Sequence[Measured], record_claim: Any) -> None:
                 correct=all(all(rank.same_bits.values()) for rank in ranks), detail=detail,
                 source=COMMAND, **figures,
             ),
-            aim=1.0, spread=figures["ratio_range"],
+            aim=1.0,
         )  # fmt: skip
 
 

@@ -243,7 +243,6 @@ def bench_step(lab_pool, benchmark, record_claim, ratio):
                 correct=is_right and outcome.is_right(baseline), **figures, **common,
             ),
             aim=aims.get(baseline) if ratio == EAGER_AT else None,
-            spread=figures["ratio_range"],
         )  # fmt: skip
     for baseline, aim in ((CAPTURED, 2.5 if ratio <= EAGER_AT else None), (INDUCTOR, None)):
         figures = pair_turns(outcome.waits_s[OURS], outcome.waits_s[baseline])
@@ -252,7 +251,7 @@ def bench_step(lab_pool, benchmark, record_claim, ratio):
                 name=f"exposed seconds of a step, 100 Mbit/s, {where}", baseline_name=baseline,
                 correct=is_right and outcome.is_right(baseline), **figures, **common,
             ),
-            aim=aim, spread=figures["ratio_range"],
+            aim=aim,
         )  # fmt: skip
     figures = pair_turns(outcome.seconds[AGAIN], outcome.seconds[CAPTURED])
     record_claim(
@@ -260,7 +259,6 @@ def bench_step(lab_pool, benchmark, record_claim, ratio):
             name=f"captured order against itself, {where}", baseline_name=CAPTURED,
             correct=outcome.is_right(CAPTURED) and outcome.is_right(AGAIN), **figures, **common,
         ),
-        spread=figures["ratio_range"],
     )  # fmt: skip
     limits = [outcome.costs.limit_s / own for own in outcome.seconds[OURS]]
     record_claim(
@@ -283,5 +281,4 @@ def bench_step(lab_pool, benchmark, record_claim, ratio):
                     correct=outcome.is_right(faster) and outcome.is_right(slower),
                     **figures, **common,
                 ),
-                spread=figures["ratio_range"],
             )  # fmt: skip

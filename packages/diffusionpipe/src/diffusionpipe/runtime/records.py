@@ -7,11 +7,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from statistics import median
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from diffusionpipe.planner.plan import Plan
-from diffusionpipe.runtime.agreement import exchange
-from shared.comms import Group
+
+if TYPE_CHECKING:
+    from shared.comms import Group
 
 __all__ = ["ActionTime", "RunReport", "StepRecorder", "StepTimes", "collect_report"]
 
@@ -165,6 +166,9 @@ def collect_report(
         sent_bytes: by rank, bytes of this one's messages, those before the first step too.
         plan: what was run, with its prediction.
     """
+    # Who only reads reports needs no torch, which takes seconds to import.
+    from diffusionpipe.runtime.agreement import exchange
+
     mine = {"steps": [asdict(step) for step in recorder.steps], "sent": list(sent_bytes.items())}
     every = exchange(control, mine)
     num_steps = max(1, len(recorder.steps))
