@@ -28,6 +28,13 @@ _RATE = "100mbit"
 _NUM_RANKS = 2
 _TIMEOUT = timedelta(minutes=5)
 _SOURCE = "lancet demo"
+_MODULES = (
+    "lancet.runtime.comparison",
+    "lancet.runtime.backend",
+    "transformers.models.qwen3_moe.modeling_qwen3_moe",
+    "torch.distributed.tensor",
+)
+"""What ranks import."""
 
 
 class Size(NamedTuple):
@@ -78,10 +85,10 @@ def run(out: Path, *, is_full: bool) -> bool:
     with ExitStack() as stack:
         stack.enter_context(show_progress("lancet: capturing a step and training in both orders"))
         if unavailable:
-            pool = stack.enter_context(RankPool(_NUM_RANKS, timeout=_TIMEOUT))
+            pool = stack.enter_context(RankPool(_NUM_RANKS, timeout=_TIMEOUT, modules=_MODULES))
         else:
             lab = stack.enter_context(NetLab(hosts=_NUM_RANKS, rate=_RATE))
-            pool = stack.enter_context(lab.pool(timeout=_TIMEOUT))
+            pool = stack.enter_context(lab.pool(timeout=_TIMEOUT, modules=_MODULES))
         ranks = pool.run(train, FULL if is_full else SHORT).results
     report = ranks[0].report
     (out / "report.txt").write_text(f"{report}\n", encoding="utf-8")

@@ -45,6 +45,10 @@ def heavy_modules() -> list[str]:
     return [name for name in ("numba", "triton", "dgl", "scipy", "pytest") if name in sys.modules]
 
 
+def list_imported(names: list[str]) -> list[str]:
+    return [name for name in names if name in sys.modules]
+
+
 def world() -> tuple[int, int, str]:
     group = Group.world()
     assert group is Group.world()
@@ -139,13 +143,21 @@ def test_bad_numbers_are_refused(options):
 
 def test_a_rank_whose_pool_was_left_meanwhile_ends_in_silence(tmp_path):
     ours, theirs = socket.socketpair()
-    words = (os.getpid(), 1, theirs.fileno(), 0, 1, 1, 60.0, tmp_path / "gone", "")
+    words = (os.getpid(), 1, theirs.fileno(), 0, 1, 1, 60.0, tmp_path / "gone", "", "")
     with ours, theirs:
         done = subprocess.run(
             [sys.executable, "-m", "shared.comms.launch.rank", *map(str, words)],
             pass_fds=[theirs.fileno()], capture_output=True, text=True, check=False,
         )  # fmt: skip
     assert (done.returncode, done.stdout, done.stderr) == (1, "", "")
+
+
+def test_fresh_ranks_import_the_modules_that_they_are_told():
+    # An environment of their own makes them fresh processes.
+    with RankPool(1, env={"OF_ITS_OWN": "1"}, modules=["wave", "xml.dom.minidom"]) as pool:
+        assert pool.run(list_imported, ["wave", "xml.dom.minidom", "turtle"]).results == [
+            ["wave", "xml.dom.minidom"]
+        ]
 
 
 SCRIPT = """

@@ -127,8 +127,8 @@ class RankPool:
                 than `handicap(isa=, cores=)` the rank gets environment and cores without a command.
             ranks_per_host: value of LOCAL_WORLD_SIZE, which groups consecutive ranks into hosts;
                 all ranks by default.
-            modules: what ranks will import, so that it is imported once for all where ranks are
-                forked. They must run no kernels and start no threads as they are imported.
+            modules: what ranks import as they start; once for all of them where they are the first to
+                be forked. They must run no kernels and start no threads as they are imported.
 
         Raises:
             ConfigError: if a number is below one or there is not one prefix for each rank.
@@ -245,7 +245,7 @@ class RankPool:
         ours, theirs = socket.socketpair()
         args = (
             *(theirs.fileno(), rank, self.num_ranks, self._threads),
-            *(self.timeout.total_seconds(), folder, ",".join(list_shown())),
+            *(self.timeout.total_seconds(), folder, ",".join(list_shown()), ",".join(self._modules)),
         )
         env = {
             **KEEP_MEMORY,
