@@ -245,7 +245,12 @@ class RankPool:
         ours, theirs = socket.socketpair()
         args = (
             *(theirs.fileno(), rank, self.num_ranks, self._threads),
-            *(self.timeout.total_seconds(), folder, ",".join(list_shown()), ",".join(self._modules)),
+            *(
+                self.timeout.total_seconds(),
+                folder,
+                ",".join(list_shown()),
+                ",".join(self._modules),
+            ),
         )
         env = {
             **KEEP_MEMORY,
