@@ -168,7 +168,7 @@ def run(num_turns: int) -> Measured:
         MIXED: draw_wrong(ops),
     }
     for name, listed in wrong.items():
-        executor.add_order(name, plan_ops(listed).order)
+        executor.add_order(name, plan_ops(listed).launches)
     captured = Step(compiled, model, optimizer, backend, "captured")
     compared = compare_gradients([captured, *ways.values()], batch)[1:]
     routed_bytes = count_routed_bytes(model, batch)
@@ -185,7 +185,7 @@ def run(num_turns: int) -> Measured:
     for share in SLACKS:
         slack = int(share * max(excess, 0))
         name = f"slack of {slack / 2**20:.2f} MiB"
-        executor.add_order(name, plan_ops(ops, tensors, slack).order)
+        executor.add_order(name, plan_ops(ops, tensors, slack).launches)
         limited = Step(compiled, model, optimizer, backend, name)
         peaks[name] = measure_peak(limited, batch), free_peak + slack
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 import lancet
-from lancet.graph.operations import Op
+from lancet.graph.operations import LaunchOrder, Op
 from lancet.simulator import simulate
 from shared.claims import Claim
 from shared.comms import Group, NetLab, RankPool, barrier, netlab
@@ -111,7 +111,7 @@ def run_sleeping(ops: Sequence[Op], num_bytes: int, num_turns: int) -> tuple[dic
     predicted, seconds = {}, {name: [] for name in orders}
     for name, order in orders.items():
         predicted[name] = simulate(by_name[op] for op in order).makespan_s
-        graph.executor.add_order(name, order)
+        graph.executor.add_order(name, LaunchOrder(tuple(order)))
     for _ in range(num_turns):
         for name in orders:
             barrier(group)

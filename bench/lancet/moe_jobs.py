@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 import lancet
 from lancet.data import build_qwen3_moe, load_text_batches
-from lancet.graph.operations import Op
+from lancet.graph.operations import LaunchOrder, Op
 from shared.comms import Group, barrier
 
 __all__ = [
@@ -103,7 +103,7 @@ def add_rivals(backend: lancet.Backend) -> None:
     for executor in backend.executors:
         orders = list_orders(backend, executor)
         for name in (HOISTED, INDUCTOR):
-            executor.add_order(name, orders[name])
+            executor.add_order(name, LaunchOrder(tuple(orders[name])))
 
 
 def list_orders(backend: lancet.Backend, executor: Any) -> dict[str, list[str]]:

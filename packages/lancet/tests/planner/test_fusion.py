@@ -1,7 +1,7 @@
 from itertools import pairwise, product
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from lancet_programs import programs
 
@@ -67,7 +67,7 @@ def check_groups(ops, groups):
 
 
 @st.composite
-def gradient_programs(draw, waits=False):
+def gradient_programs(draw, waits=False, least_quarters=4):
     """Up to six operators and six all-reduces of what they make."""
     num = draw(st.integers(1, 6))
     ops = []
@@ -77,7 +77,8 @@ def gradient_programs(draw, waits=False):
         ops.append(Op(f"c{number}", "compute", draw(st.integers(1, 8)) / 2, tuple(after)))
         if draw(st.integers(0, 3)):
             source = draw(st.sampled_from([op.name for op in ops if op.kind == "compute"]))
-            ops.append(Op(f"r{number}", "all_reduce", draw(st.integers(2, 8)) / 2, (source,)))
+            quarters = draw(st.integers(least_quarters, 16))
+            ops.append(Op(f"r{number}", "all_reduce", quarters / 4, (source,)))
     return ops
 
 
@@ -106,7 +107,19 @@ def test_any_program_is_fused_best(ops, latency_s, launch_s):
     )
 
 
-@given(gradient_programs(), SAVES)
+# The second sum takes less than the latency, so that the last one ends earlier together with it.
+QUICK_SUM = [
+    Op("c0", "compute", 0.5),
+    Op("r0", "all_reduce", 0.5, ("c0",)),
+    Op("c1", "compute", 0.5),
+    Op("r1", "all_reduce", 0.0, ("c0",)),
+    Op("c2", "compute", 0.5),
+    Op("r2", "all_reduce", 0.25, ("c2",)),
+]
+
+
+@given(gradient_programs() | gradient_programs(least_quarters=0), SAVES)
+@example(QUICK_SUM, 0.25)
 def test_buckets_of_gradients_need_no_search(ops, latency_s):
     # Nothing waits for an all-reduce, and computing is not fused: the first buckets are the best.
     fusion = fuse(ops, latency_s=latency_s, time_limit_s=0.0)

@@ -113,7 +113,15 @@ def test_a_plan_of_format_1_has_no_groups():
 
 
 @pytest.mark.parametrize(
-    "groups", [(("sum0",),), (("sum0", "sum2"),), (("dw0", "sum0"),), ((),), (("sum2", "sum1"),)]
+    "groups",
+    [
+        (("sum0",),),
+        (("sum0", "sum2"),),
+        (("dw0", "sum0"),),
+        ((),),
+        (("sum2", "sum1"),),
+        (("sum1", "sum2"), ("sum2", "sum3")),
+    ],
 )
 def test_a_file_of_other_groups_is_refused(tmp_path, groups):
     plan = replace(plan_of(gradients(4)), groups=groups)

@@ -18,7 +18,7 @@ def plan_of(ops):
 @given(programs())
 def test_the_same_operations_take_the_same_order(ops):
     plan = plan_of(ops)
-    assert follow_plan(plan, ops) == plan.launches
+    assert follow_plan(plan, ops, {}) == plan.launches
 
 
 @given(programs(), st.data())
@@ -32,7 +32,7 @@ def test_operations_of_sizes_leave_the_order_of_collectives(ops, data):
             other.append(Op(sizes[-1], "compute", 0.0, after))
             op = replace(op, after=(*op.after, sizes[-1]))
         other.append(op)
-    launches = follow_plan(plan, other)
+    launches = follow_plan(plan, other, {})
     assert launches is not None
     order = launches.names
     by_name = {op.name: op for op in other}
@@ -53,18 +53,18 @@ def test_names_of_collectives_may_differ():
         for op in ops
     ]
     assert plan.order != tuple(op.name for op in ops)
-    launches = follow_plan(plan, other)
+    launches = follow_plan(plan, other, {})
     assert launches is not None
     assert launches.names == tuple(names.get(name, name) for name in plan.order)
 
 
 def test_graphs_with_other_collectives_do_not_follow():
     plan = plan_of(backward(2))
-    assert follow_plan(plan, backward(1)) is None
+    assert follow_plan(plan, backward(1), {}) is None
     as_sums = [
         replace(op, kind="all_reduce") if op.kind == "all_to_all" else op for op in backward(2)
     ]
-    assert follow_plan(plan, as_sums) is None
+    assert follow_plan(plan, as_sums, {}) is None
 
 
 def test_a_graph_whose_exchange_waits_for_a_later_sum_does_not_follow():
@@ -77,7 +77,7 @@ def test_a_graph_whose_exchange_waits_for_a_later_sum_does_not_follow():
     plan = plan_of(ops)
     assert plan.order.index("rows") < plan.order.index("sum")
     waiting = [replace(op, after=("sum",)) if op.name == "rows" else op for op in ops]
-    assert follow_plan(plan, waiting) is None
+    assert follow_plan(plan, waiting, {}) is None
 
 
 def test_groups_follow_under_other_names_before_all_averages():
@@ -102,8 +102,15 @@ def test_groups_follow_under_other_names_before_all_averages():
     ]
     other.insert(8, Op("size", "compute", 0.0, ("mean1",)))
     assert [op.name for op in other[7:10]] == ["dw2", "size", "total2"]
-    launches = follow_plan(plan, other)
+    dtypes = {f"total{number}": "float32" for number in range(3)}
+    launches = follow_plan(plan, other, dtypes)
     assert launches is not None
     assert launches.groups == (("total1", "total2"),)
     for name in ("mean1", "mean2", "size"):
         assert launches.names.index(name) > launches.names.index("total2")
+    # The first one's sum is in no group.
+    for changed in ({"total0": "bfloat16"}, {"total1": "bfloat16", "total2": "bfloat16"}):
+        assert follow_plan(plan, other, dtypes | changed) == launches
+    assert follow_plan(plan, other, dtypes | {"total2": "bfloat16"}) is None
+    del dtypes["total1"]
+    assert follow_plan(plan, other, dtypes) is None

@@ -4,6 +4,7 @@ import torch
 from torch import fx
 
 from lancet.graph.capture import CapturedGraph
+from lancet.graph.operations import LaunchOrder
 from lancet.runtime.executor import GraphExecutor
 from shared.comms import Group
 
@@ -41,8 +42,8 @@ def _run(names):
     )
     rows = torch.tensor([10.0, 20.0]) + group.rank
     executor.run([rows])
-    executor.add_order("beside", ["early", "exchange", "free", "reader"])
-    executor.add_order("ahead", ["free", "early", "exchange", "reader"])
+    executor.add_order("beside", LaunchOrder(("early", "exchange", "free", "reader")))
+    executor.add_order("ahead", LaunchOrder(("free", "early", "exchange", "reader")))
     runs = []
     for name in names:
         executor.order_name = name

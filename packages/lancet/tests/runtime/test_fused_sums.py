@@ -3,7 +3,7 @@
 import pytest
 import torch
 from lancet_models import SmallModel, small_batch
-from torch import fx
+from torch import fx, nn
 
 import lancet
 from lancet.graph.capture import CapturedGraph
@@ -81,7 +81,9 @@ def _sum(dtypes, groups):
     return fusible, [t * 2 for t in tensors], results
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.fixture(
+    scope="module", params=[2, *(pytest.param(size, marks=pytest.mark.slow) for size in (3, 4))]
+)
 def ranks(request, pool):
     if request.param == 2:
         yield pool
@@ -126,41 +128,113 @@ def test_columns_of_a_buffer_hold_what_was_packed(num_rows):
     assert buffer.isfinite().all()
     assert buffer.sum() == sum(tensor.sum() for tensor in tensors)  # padding is zero
     for tensor, offset in zip(tensors, offsets, strict=True):
-        assert torch.equal(unpack(buffer, offset, tuple(tensor.shape), num_rows, 2), tensor / 2)
+        mean = unpack(buffer, offset, tuple(tensor.shape), num_rows, 2)
+        assert torch.equal(mean, tensor / 2)
+        # A gradient of one column would be a view, too, with gaps that keep the buffer.
+        assert mean.is_contiguous()
+        is_view = mean.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
+        assert is_view == (num_rows == 1)
 
 
-def _train(uses_groups):
+def test_sums_of_integers_and_of_data_s_shape_run_alone():
+    graph = fx.Graph()
+    gradients = []
+    for value in (torch.empty(3), torch.empty(3, dtype=torch.int64), None, torch.empty(2)):
+        gradients.append(graph.call_function(_double, (graph.placeholder("source"),)))
+        gradients[-1].meta["val"] = value
+    gradients.append(graph.placeholder("input"))
+    gradients[-1].meta["val"] = torch.empty(3)
+    graph.output(tuple(gradients))
+    average_outputs(graph, range(5), 2, "ranks")
+    assert list(list_sum_dtypes(graph, "ranks")) == ["all_reduce_default", "all_reduce_default_3"]
+    assert list_sum_dtypes(graph, "others") == {}
+
+
+class _Model(SmallModel):
+    """Has a parameter without a gradient, and two that share theirs."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale, self.one, self.other = (nn.Parameter(torch.ones(16)) for _ in range(3))
+
+    def forward(self, tokens):
+        return super().forward(tokens * self.scale.detach() + self.one + self.other)
+
+
+def _largest():
+    """Sums of two gradients in a group, and between them a maximum over the ranks."""
+    group = Group.world()
+    captured, name = _capture(group, [torch.float32] * 2)
+    graph = captured.module.graph
+    (last,) = (node for node in graph.nodes if node.name == "dw1")
+    reduce = torch.ops._c10d_functional
+    with graph.inserting_before(last):
+        start = graph.call_function(reduce.all_reduce.default, (last.args[0], "max", name))
+        largest = graph.call_function(reduce.wait_tensor.default, (start,))
+        largest = graph.call_function(torch.ops.aten.div.Tensor, (largest, 2))
+    for node in (start, largest):
+        node.meta["val"] = torch.empty(SHAPES[1])
+    output = graph.output_node()
+    output.args = ((*output.args[0], largest),)
+    fusible = tuple(list_sum_dtypes(graph, name))
+    executor = GraphExecutor(
+        captured, group, "graph", lambda _: None, lambda _: None, None, lambda *_: True
+    )
+    names = [op.name for op in executor.list_ops() if not op.name.startswith("div")]
+    averages = [op.name for op in executor.list_ops() if op.name.startswith("div")]
+    order = [name for name in names if name not in fusible] + [*fusible, *averages]
+    chosen = LaunchOrder(tuple(order), (fusible,))
+    following = GraphExecutor(
+        captured, group, "graph", lambda _: None, lambda _: chosen, None, lambda *_: True
+    )
+    tensors = [torch.full(SHAPES[number], 1.0 + group.rank) for number in range(2)]
+    return [each.run(list(tensors)) for each in (executor, following)], following.waits_s
+
+
+def test_torch_runs_all_reduces_that_are_no_sums(pool):
+    for results, waits_s in pool.run(_largest).results:
+        assert list(waits_s) == ["all_reduce_default and 1 more"]
+        for outputs in results:
+            assert [float(output.unique()) for output in outputs] == [3.0, 3.0, 1.0]
+
+
+def _train():
+    """By order: gradients of three steps, and what sums send; the plans, and what is not planned."""
     group = Group.world()
     torch._dynamo.reset()
-    model = lancet.parallelize(SmallModel(), group)
+    model = lancet.parallelize(_Model(), group)
     backend = lancet.Backend(group)
     step = torch.compile(model, backend=backend, fullgraph=True)
     step(small_batch(group.rank)).backward()
-    backend.use_order("planned" if uses_groups else "captured")
-    gradients, sums = [], []
-    for number in range(2):
-        model.zero_grad()
-        before = group.ledger.snapshot()
-        step(small_batch(group.rank + 2 * number)).backward()
-        cell = group.ledger.snapshot().diff(before).by_op()["all_reduce"]
-        sums.append((cell.sent_bytes, cell.calls))
-        gradients += [
-            p.grad.to_local() if hasattr(p.grad, "to_local") else p.grad for p in model.parameters()
-        ]
-    return [g.clone() for g in gradients], sums, backend.plans, backend.report().sentences
+    results = {}
+    for order in ("captured", "planned"):
+        backend.use_order(order)
+        held, sums = [], []
+        # The first step's gradients are held, the last one's are added to those of the one before.
+        for number, num_tokens in enumerate((12, 12, 10)):
+            if number < 2:
+                model.zero_grad()
+            before = group.ledger.snapshot()
+            step(small_batch(group.rank + 2 * number, num_tokens)).backward()
+            cell = group.ledger.snapshot().diff(before).by_op()["all_reduce"]
+            sums.append((cell.sent_bytes, cell.calls))
+            held += [p.grad for p in model.parameters() if p.grad is not None]
+        results[order] = [g.to_local() if hasattr(g, "to_local") else g for g in held], sums
+    assert model.scale.grad is None
+    return results, backend.plans, backend.report().sentences
 
 
 def test_a_planned_step_sums_in_groups(pool):
-    captured, planned = (pool.run(_train, flag).results for flag in (False, True))
-    for one, other in zip(captured, planned, strict=True):
-        assert all(map(torch.equal, one[0], other[0]))
-        (plan,) = other[2].values()
-        assert other[3] == ()
-        num_saved = sum(len(own) - 1 for own in plan.groups)
-        assert num_saved > 0
-        # A sum over two ranks is two messages of each.
+    for results, plans, sentences in pool.run(_train).results:
+        (gradients, sums), (fused_gradients, fused_sums) = results.values()
+        assert len(gradients) == 3 * 9
+        assert all(map(torch.equal, gradients, fused_gradients))
+        (plan,) = plans.values()
+        assert sentences == ()
+        assert sum(len(own) - 1 for own in plan.groups) > 0
+        # A sum over two ranks is two messages of each; the last step's graph follows the plan.
         for (num_bytes, num_messages), (fused_bytes, num_fused) in zip(
-            one[1], other[1], strict=True
+            sums, fused_sums, strict=True
         ):
             assert fused_bytes == num_bytes
             assert num_fused < num_messages

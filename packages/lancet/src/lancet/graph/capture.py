@@ -179,9 +179,11 @@ def _list_replicated(
     """Outputs of a backward graph that are gradients of parameters that each rank has whole."""
     names = [node.name for node in module.graph.find_nodes(op="placeholder")]
     parameters = {}
-    for position, description in enumerate(graph.output_node().meta["desc"]):
+    output: Any = graph.output_node()
+    for position, description in enumerate(output.meta["desc"]):
         source = description.grad_of if isinstance(description, GradAOTOutput) else None
-        if isinstance(source, PlainAOTInput):
+        # A parameter that the model reads detached has no gradient.
+        if isinstance(source, PlainAOTInput) and output.args[0][position] is not None:
             parameter = inputs[source.idx]
             if isinstance(parameter, nn.Parameter) and not isinstance(parameter, DTensor):
                 parameters[position] = names[source.idx], TensorWeakRef(parameter)

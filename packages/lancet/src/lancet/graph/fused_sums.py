@@ -25,7 +25,7 @@ __all__ = ["fuse_sums", "list_sum_dtypes", "pack", "unpack"]
 def list_sum_dtypes(graph: fx.Graph, group_name: str) -> dict[str, str]:
     """By all-reduce that may run in a group, the dtype of what it adds up.
 
-    These are sums over the group of tensors of constant shape, of which only the average is read.
+    These are sums over the group of real tensors of constant shape, of which only the average is read.
 
     Args:
         graph: after `average_outputs`.
@@ -67,7 +67,7 @@ def _fuse_group(
     position: Mapping[fx.Node, int],
     size: int,
 ) -> None:
-    num_rows = count_rows(size)
+    num_rows = _count_rows(size)
     gradients: list[Any] = [start.args[0] for start in starts]
     shapes = [tuple(gradient.meta["val"].shape) for gradient in gradients]
     offsets = [0]
@@ -93,7 +93,7 @@ def _fuse_group(
         graph.erase_node(node)
 
 
-def count_rows(size: int) -> int:
+def _count_rows(size: int) -> int:
     """Rows of a buffer that so many ranks add up."""
     return 1 if size == 2 else size
 
@@ -127,9 +127,12 @@ def unpack(
     """
     num_elements = prod(shape)
     columns = buffer[:, offset : offset + _count_columns(num_elements, num_rows)]
+    if num_rows > 1:
+        # A copy even of a single column, of which a view would do: it would keep the buffer.
+        columns = columns.clone(memory_format=torch.contiguous_format)
     # Views of one buffer count the writes to all of it. This one counts its own, as autograd must
     # see whether this gradient was written to.
-    mean = columns.reshape(-1)[:num_elements].data
+    mean = columns.view(-1)[:num_elements].data
     return mean.div_(divisor).view(shape)
 
 
@@ -148,7 +151,10 @@ def _find_mean(start: fx.Node) -> fx.Node | None:
 
 
 def _value(node: Any) -> Tensor | None:
-    """The fake tensor of what an operator returns, None if its shape is data."""
+    """The fake tensor of what an operator returns, None if its shape is data or it counts."""
     value = node.meta.get("val")
-    is_static = isinstance(value, Tensor) and all(isinstance(size, int) for size in value.shape)
-    return value if is_static and node.op == "call_function" else None
+    if node.op != "call_function" or not isinstance(value, Tensor):
+        return None
+    # An average of integers is of another dtype than their sum, and does not fit in its buffer.
+    is_real = value.dtype.is_floating_point
+    return value if is_real and all(isinstance(size, int) for size in value.shape) else None

@@ -49,10 +49,12 @@ def mark_averaged(gradient: Tensor, parameter: Tensor) -> None:
         _averaged[parameter] = True
 
 
-def _make_hook(parameter: nn.Parameter, group: Group) -> Callable[[Tensor], Tensor | None]:
+def _make_hook(parameter: nn.Parameter, group: Group) -> Callable[[Tensor | None], Tensor | None]:
     reference = TensorWeakRef(parameter)  # the parameter keeps its hook
 
-    def average(gradient: Tensor) -> Tensor | None:
+    def average(gradient: Tensor | None) -> Tensor | None:
+        if gradient is None:  # of a parameter that a compiled graph reads detached
+            return None
         # Autograd adds up what comes from several graphs, in a tensor of its own or in place.
         is_averaged = getattr(gradient, "averaged_version", None) == gradient._version
         if _averaged.pop(reference(), None) and not is_averaged:

@@ -257,6 +257,8 @@ class _FusedReplay:
         """
         lane, ready_s = self.lanes[1], base.ends_s[0]
         free_s, firsts = [0.0], [0]
+        # Measured seconds may be less than the latency, and then a longer bucket takes less.
+        grows = min(lane.time_s, default=0.0) >= lane.saves_s
         for stop in range(1, len(lane.ops) + 1):
             best_s, best_first = inf, stop - 1
             bucket_s, bucket_ready_s = lane.saves_s, 0.0
@@ -268,7 +270,8 @@ class _FusedReplay:
                 if end_s < best_s:
                     best_s, best_first = end_s, first
                 # A longer bucket starts no earlier, as it waits for a gradient and not for the queue.
-                if not first or not lane.joint[first - 1] or free_s[first] <= bucket_ready_s:
+                is_longer_later = grows and free_s[first] <= bucket_ready_s
+                if not first or not lane.joint[first - 1] or is_longer_later:
                     break
             free_s.append(best_s)
             firsts.append(best_first)

@@ -6,7 +6,7 @@ the same order, without measuring and without a message.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 
@@ -16,7 +16,7 @@ from lancet.planner.plan import Plan
 __all__ = ["follow_plan"]
 
 
-def follow_plan(plan: Plan, ops: Sequence[Op]) -> LaunchOrder | None:
+def follow_plan(plan: Plan, ops: Sequence[Op], dtypes: Mapping[str, str]) -> LaunchOrder | None:
     """Orders another graph's operations like a plan's.
 
     Collectives of a kind correspond by their captured turns, and get exactly the plan's order and groups.
@@ -26,10 +26,11 @@ def follow_plan(plan: Plan, ops: Sequence[Op]) -> LaunchOrder | None:
     Args:
         plan: of a graph of the same program.
         ops: the other graph's operations in captured order.
+        dtypes: of its all-reduces that may run in groups, by name.
 
     Returns:
-        An order of all operations, or None if the graphs differ in their collectives or in what these
-        wait for.
+        An order of all operations, or None if the graphs differ in their collectives, in what these
+        wait for, or in the dtype of an all-reduce in a group.
 
     Raises:
         DataError: two operations share a name, or one follows an unknown or a later one.
@@ -54,6 +55,9 @@ def follow_plan(plan: Plan, ops: Sequence[Op]) -> LaunchOrder | None:
     own = dict(zip(names, graph.ops, strict=True))
     groups = tuple(tuple(own[name].name for name in group) for group in plan.groups)
     for group in groups:
+        # Another model of the same operators may mix dtypes, which have no buffer in common.
+        if len({dtypes.get(name, name) for name in group}) > 1:
+            return None
         # Other operations may come between its members, but none that waits for a sum.
         for name in group:
             for follower in graph.followers[graph.index[name]]:

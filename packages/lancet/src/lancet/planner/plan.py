@@ -373,7 +373,7 @@ def load_plans(path: str | Path) -> list[Plan]:
             _check(plan)
     except DataError as error:
         raise DataError(f"{path}: {error}") from None
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise DataError(
             f"{path}: expected a plan of format {_FORMAT}, got values of other names or types "
             f"({type(error).__name__}: {error}); plan again"
@@ -391,14 +391,16 @@ def _check(plan: Plan) -> None:
     OpGraph(plan.ops)
     OpGraph(plan.ordered_ops)
     rank = {name: number for number, name in enumerate(plan.order)}
+    members = [name for group in plan.groups for name in group]
     for group in plan.groups:
         first = rank.get(group[0], 0) if group else 0
         dtypes = {plan.sums.dtypes.get(name) for name in group}
         is_row = group == plan.order[first : first + len(group)]
-        if len(group) < 2 or not is_row or len(dtypes) > 1 or None in dtypes:
+        is_apart = len(group) > 1 and all(members.count(name) == 1 for name in group)
+        if not is_apart or not is_row or len(dtypes) > 1 or None in dtypes:
             raise DataError(
-                f"{plan.graph}: expected groups of two or more all-reduces of one dtype, in a row, got "
-                f"{', '.join(group)}; plan again"
+                f"{plan.graph}: expected groups of two or more all-reduces of one dtype, in a row, each "
+                f"in one group, got {', '.join(group)}; plan again"
             )
     OpGraph(plan.fused_ops)
     seconds = (

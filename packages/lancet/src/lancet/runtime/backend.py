@@ -253,8 +253,9 @@ class Backend:
         if first is executor:
             return None
         ops = executor.list_ops()
+        dtypes = list_sum_dtypes(executor.captured.module.graph, self._group.checked().group_name)
         for name, plan in self.plans.items():
-            order = follow_plan(plan, ops) if name == first.name else None
+            order = follow_plan(plan, ops, dtypes) if name == first.name else None
             if order is not None:
                 self._followed[executor.name] = name
                 return order

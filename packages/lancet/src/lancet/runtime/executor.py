@@ -6,7 +6,7 @@ and one in the planned order, whose results must be the same bits. Each sends th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -92,15 +92,15 @@ class GraphExecutor:
         """The graph's operations with this rank's seconds."""
         return list_ops(self.captured.module.graph, self._group_name, self.time_s)
 
-    def add_order(self, name: str, order: Sequence[str]) -> None:
+    def add_order(self, name: str, launches: LaunchOrder) -> None:
         """Builds the graph in another order, which runs while `order_name` is its name.
 
         Args:
             name: of the order.
-            order: names of all operations, the same on all ranks; each comes after those that it
-                follows.
+            launches: names of all operations, each after those that it follows, and groups of
+                all-reduces of `list_sum_dtypes`; the same on all ranks.
         """
-        self._orders[name] = self._build(LaunchOrder(tuple(order)))
+        self._orders[name] = self._build(launches)
 
     def parameters(self) -> dict[str, Tensor]:
         """Replicated parameters whose gradients the graph computes, by the graph's names for them."""
