@@ -1,11 +1,13 @@
-"""`lancet.fuse` on dense gradients beside fixed buckets: measured on two hosts, and simulated to 64 ranks.
+"""The backend's groups of all-reduces beside fixed buckets: measured on two hosts, and simulated to 64 ranks.
 
-Three small models; a hook on each parameter says when its gradient is ready. Sums over ranks are timed on two
-hosts at 100 Mbit/s and 1 Gbit/s, to which a latency and a rate are fitted. Measured: computation sleeps, sums
-are real, ways take turns. Simulated: a ring on 2 to 64 ranks with the fitted latency and rate. Beside ours are
-buckets of 1, 4 and 25 MB in the order in which gradients are ready, one bucket, and none.
+Three small models; a hook on each parameter says when its gradient is ready. Measured at 100 Mbit/s and 1 Gbit/s:
+a graph whose computation sleeps until each gradient is there, and then really packs, sums and averages. The
+package's executor runs it in all ways, which take turns; ours is planned with the times of its first run.
+Simulated: `lancet.fuse` for a ring on 2 to 64 ranks, with a latency and a rate fitted to sums on the two hosts.
+Beside ours are buckets of 1, 4 and 25 MB in the order in which gradients are ready, one bucket, and none.
 """
 
+import math
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,8 +20,17 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch import fx
 
 import lancet
+from lancet.graph.capture import CapturedGraph
+from lancet.graph.fused_sums import list_sum_dtypes
+from lancet.graph.operations import LaunchOrder
+from lancet.graph.rewrite import average_outputs
+from lancet.planner.all_reduces import list_averages_last
+from lancet.planner.groups import contract_groups
+from lancet.planner.plan import Sums, make_plan
+from lancet.runtime.executor import PLANNED, GraphExecutor
 from lancet.runtime.reduction import PendingSum
 from lancet.simulator import simulate
 from shared.claims import Claim, pair_turns
@@ -29,7 +40,7 @@ from shared.topology import Link, fit_link
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from moe_jobs import Job, build, collect, typical
+from moe_jobs import Job, build, collect, share_ops, typical
 
 pytestmark = [
     pytest.mark.netns,
@@ -52,7 +63,8 @@ NOTABLE = 1.01
 """A gain worth counting."""
 COMMAND = "hatch run bench lancet/fuse"
 
-Groups = list[list[int]]
+Groups = tuple[tuple[str, ...], ...]
+"""Names of the sums of each group of two or more."""
 
 
 class Gradient(NamedTuple):
@@ -135,66 +147,91 @@ def list_ops(gradients: Sequence[Gradient], link: Link, num_ranks: int) -> list[
     return ops
 
 
-def cut_buckets(gradients: Sequence[Gradient], limit_bytes: float) -> Groups:
+def cut_buckets(gradients: Sequence[Gradient], sums: Sequence[str], limit_bytes: float) -> Groups:
     """Buckets of neighbours of up to so many bytes, of one gradient at least."""
-    groups: Groups = []
+    buckets: list[list[str]] = []
     filled_bytes = 0.0
-    for i, gradient in enumerate(gradients):
-        if not groups or filled_bytes + gradient.num_bytes > limit_bytes:
-            groups.append([])
+    for gradient, name in zip(gradients, sums, strict=True):
+        if not buckets or filled_bytes + gradient.num_bytes > limit_bytes:
+            buckets.append([])
             filled_bytes = 0.0
-        groups[-1].append(i)
+        buckets[-1].append(name)
         filled_bytes += gradient.num_bytes
-    return groups
+    return tuple(tuple(bucket) for bucket in buckets if len(bucket) > 1)
 
 
-def list_rivals(gradients: Sequence[Gradient]) -> dict[str, Groups]:
-    rivals = {f"buckets of {mb} MB": cut_buckets(gradients, mb * 1e6) for mb in BUCKETS_MB}
-    return rivals | {ONE: [list(range(len(gradients)))], NONE: [[i] for i in range(len(gradients))]}
+def list_rivals(gradients: Sequence[Gradient], sums: Sequence[str]) -> dict[str, Groups]:
+    sizes = {f"buckets of {mb} MB": mb * 1e6 for mb in BUCKETS_MB} | {ONE: math.inf, NONE: 0.0}
+    return {way: cut_buckets(gradients, sums, limit_bytes) for way, limit_bytes in sizes.items()}
 
 
-def fuse(gradients: Sequence[Gradient], link: Link, num_ranks: int) -> tuple[Groups, float]:
+class SleepingPass:
+    """A backward pass that the package's executor runs: computing sleeps, all-reduces and averages are real."""
+
+    def __init__(self, gradients: Sequence[Gradient], group: Group) -> None:
+        self._group = group
+        self._values = [torch.full((g.num_bytes // 4,), 1.0 + group.rank) for g in gradients]
+        self._late_s = 0.0
+        graph = fx.Graph()
+        previous = graph.placeholder("start")
+        results = []
+        for i, gradient in enumerate(gradients):
+            previous = graph.call_function(self._compute, (i, gradient.compute_s, previous))
+            previous.meta["val"] = self._values[i]
+            results.append(previous)
+        graph.output(tuple(results))
+        name = group.checked().group_name
+        average_outputs(graph, range(len(gradients)), group.world_size, name)
+        self._dtypes = list_sum_dtypes(graph, name)
+        captured = CapturedGraph(fx.GraphModule({}, graph), "backward", {})
+        self._executor = GraphExecutor(
+            captured, group, "sleeping", lambda _: None, lambda _: None, self._plan, lambda *_: True
+        )
+        self.run(PLANNED)
+        order = tuple(op.name for op in list_averages_last(self._executor.list_ops()))
+        for way, groups in list_rivals(gradients, list(self._dtypes)).items():
+            self._executor.add_order(way, LaunchOrder(order, groups))
+
+    def run(self, way: str) -> tuple[float, bool]:
+        """Seconds of a pass, and whether its averages are right."""
+        self._executor.order_name = way
+        barrier(self._group)
+        began = time.perf_counter()
+        means = self._executor.run([torch.zeros(1)])
+        seconds = time.perf_counter() - began
+        return seconds, all(bool((m == (1 + self._group.world_size) / 2).all()) for m in means)
+
+    def _compute(self, i: int, seconds: float, _previous: torch.Tensor) -> torch.Tensor:
+        # Sleeps end late: the next one is as much shorter.
+        self._late_s = self._late_s if i else 0.0
+        began = time.perf_counter()
+        time.sleep(max(seconds - self._late_s, 0.0))
+        self._late_s += time.perf_counter() - began - seconds
+        return self._values[i]
+
+    def _plan(self, executor: GraphExecutor) -> LaunchOrder:
+        """The groups that the backend would choose, those of rank 0."""
+        latency_s = min(collect(executor.sum_latency_s))
+        sums = Sums(latency_s=latency_s, dtypes=self._dtypes, num_ranks=self._group.world_size)
+        plan = make_plan("backward", "", torch.__version__, share_ops(executor), [], None, sums)
+        launches = collect(plan.launches)[0]
+        for way in (OURS, AGAIN):
+            executor.add_order(way, launches)
+        return launches
+
+
+def fuse(ops: Sequence[lancet.Op], link: Link, num_ranks: int) -> tuple[Groups, float]:
     """Our groups of sums and their replayed seconds."""
     latency_s = 2 * (num_ranks - 1) * float(link.alpha_s)
-    fusion = lancet.fuse(list_ops(gradients, link, num_ranks), latency_s=latency_s)
-    sums = [group for group in fusion.groups if group[0].startswith("sum")]
-    return [[int(name.split()[1]) for name in group] for group in sums], fusion.makespan_s
+    fusion = lancet.fuse(ops, latency_s=latency_s)
+    return tuple(group for group in fusion.groups if len(group) > 1), fusion.makespan_s
 
 
-def replay(gradients: Sequence[Gradient], groups: Groups, link: Link, num_ranks: int) -> float:
+def replay(ops: Sequence[lancet.Op], groups: Groups, link: Link, num_ranks: int) -> float:
     """Seconds of a backward pass with these groups of sums."""
-    own = list_ops(gradients, link, num_ranks)
     latency_s = 2 * (num_ranks - 1) * float(link.alpha_s)
-    ops, computed = [], 0
-    for number, group in enumerate(groups):
-        stop = max(group) + 1
-        ops += [own[2 * i] for i in range(computed, stop)]
-        computed = max(computed, stop)
-        seconds = sum(own[2 * i + 1].time_s for i in group) - latency_s * (len(group) - 1)
-        after = tuple(f"compute {i}" for i in group)
-        ops.append(lancet.Op(f"group {number}", "all_reduce", seconds, after))
-    return simulate(ops).makespan_s
-
-
-def run_groups(gradients: Sequence[Gradient], groups: Groups, group: Group) -> tuple[float, bool]:
-    """Seconds of a backward pass that sleeps and really sums, and whether the sums are right."""
-    buckets = [torch.ones(sum(gradients[i].num_bytes for i in own) // 4) for own in groups]
-    last = {max(own): number for number, own in enumerate(groups)}
-    pending = []
-    barrier(group)
-    began = now = time.perf_counter()
-    for i, gradient in enumerate(gradients):
-        now += gradient.compute_s
-        # Sleeps end late, so each lasts until a time that does not move.
-        time.sleep(max(now - time.perf_counter(), 0.0))
-        if i in last:
-            pending.append(PendingSum(group, buckets[last[i]], f"bucket {last[i]}"))
-    sums = [each.wait() for each in pending]
-    seconds = time.perf_counter() - began
-    is_right = len(sums) == len(groups) and all(
-        bool((each == group.world_size).all()) for each in sums
-    )
-    return seconds, is_right
+    launches = LaunchOrder(tuple(op.name for op in ops), groups)
+    return simulate(contract_groups(ops, launches, latency_s)).makespan_s
 
 
 class Measured(NamedTuple):
@@ -213,15 +250,14 @@ def run(num_turns: int) -> Measured:
     gradients, seconds = {}, {}
     for name in MODELS:
         (gradients[name], *_) = collect(list_gradients(name))
-        groups, _ = collect(fuse(gradients[name], link, group.world_size))[0]
-        ways = {OURS: groups, AGAIN: groups, **list_rivals(gradients[name])}
-        seconds[name] = {way: [] for way in ways}
+        backward = SleepingPass(gradients[name], group)
+        seconds[name] = {way: [] for way in (OURS, AGAIN, *list_rivals([], []))}
         for turn in range(1 + num_turns):
-            for way, own in ways.items():
-                took_s, is_sum = run_groups(gradients[name], own, group)
-                is_right = is_right and is_sum
+            for way, own in seconds[name].items():
+                took_s, is_mean = backward.run(way)
+                is_right = is_right and is_mean
                 if turn:
-                    seconds[name][way].append(took_s)
+                    own.append(took_s)
     return Measured(link, gradients, seconds, is_right)
 
 
@@ -281,13 +317,16 @@ def record_simulated(record_claim: Any, rate: str, first: Measured, fitted: str)
     is_right, rows = True, []
     for name, gradients in first.gradients.items():
         for num_ranks in NUM_RANKS:
-            groups, makespan_s = fuse(gradients, first.link, num_ranks)
-            ours_s = replay(gradients, groups, first.link, num_ranks)
+            ops = list_ops(gradients, first.link, num_ranks)
+            sums = [op.name for op in ops if op.kind == "all_reduce"]
+            groups, makespan_s = fuse(ops, first.link, num_ranks)
+            ours_s = replay(ops, groups, first.link, num_ranks)
             is_right = is_right and abs(ours_s - makespan_s) < 1e-9
-            for way, own in list_rivals(gradients).items():
-                gain = replay(gradients, own, first.link, num_ranks) / ours_s
+            for way, own in list_rivals(gradients, sums).items():
+                gain = replay(ops, own, first.link, num_ranks) / ours_s
                 gains.setdefault(way, []).append(gain)
-            rows.append(f"{name} on {num_ranks}: {len(groups)} groups, {ours_s:.3f} s")
+            num_sums = len(sums) - sum(len(group) - 1 for group in groups)
+            rows.append(f"{name} on {num_ranks}: {num_sums} sums, {ours_s:.3f} s")
     for way, own in gains.items():
         num_faster = sum(gain >= NOTABLE for gain in own)
         record_claim(
