@@ -19,8 +19,7 @@ from shared.comms import NetLab, RankPool, netlab
 from shared.training.progress import show_progress
 
 if TYPE_CHECKING:
-    from lancet.report import StepReport
-    from lancet.runtime.comparison import OrdersRecord
+    from lancet.report import OrdersRecord, StepReport
 
 __all__ = ["FULL", "SHORT", "RankOrders", "Size", "judge", "run", "train"]
 
@@ -57,7 +56,7 @@ class Size(NamedTuple):
     num_turns: int
 
 
-SHORT = Size(128, 1, 512, num_sequences=4, num_tokens=128, num_turns=7)
+SHORT = Size(128, 1, 512, num_sequences=4, num_tokens=128, num_turns=5)
 FULL = Size(256, 4, 1024, num_sequences=4, num_tokens=128, num_turns=15)
 
 

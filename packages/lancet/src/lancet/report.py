@@ -17,9 +17,26 @@ from shared.files import write_atomically
 from shared.training.pictures import new_picture, save_picture
 from shared.units import format_s
 
-__all__ = ["GraphReport", "StepReport", "explain"]
+__all__ = ["GraphReport", "OrdersRecord", "StepReport", "explain"]
 
 _COLORS = {"compute": "#0b7285", "all_to_all": "#f08c00", "all_reduce": "#364fc7"}
+
+
+@dataclass(frozen=True, slots=True)
+class OrdersRecord:
+    """What one rank measured of orders that took turns.
+
+    Attributes:
+        step_s: by order, seconds of each forward and backward pass, from barrier to barrier.
+        waits_s: by order, seconds of each step in which the rank waited for a collective.
+        losses: of each step, untimed ones too.
+        equal: by gradient and step, whether all orders gave the same bits.
+    """
+
+    step_s: dict[str, list[float]]
+    waits_s: dict[str, list[float]]
+    losses: list[float] = field(default_factory=list)
+    equal: list[bool] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -13,32 +12,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lancet.report import OrdersRecord
 from lancet.runtime.backend import Backend
 from lancet.runtime.executor import CAPTURED, PLANNED
 from shared.comms import Group, barrier
 
-__all__ = ["ORDERS", "OrdersRecord", "compare_orders"]
+__all__ = ["ORDERS", "compare_orders"]
 
 ORDERS = (CAPTURED, PLANNED)
 # The first step captures, plans and checks; the second warms up.
 _NUM_UNTIMED = 2
-
-
-@dataclass(frozen=True, slots=True)
-class OrdersRecord:
-    """What one rank measured.
-
-    Attributes:
-        step_s: by order, seconds of each forward and backward pass, from barrier to barrier.
-        waits_s: by order, seconds of each step in which the rank waited for a collective.
-        losses: of each step, untimed ones too.
-        equal: by gradient and step, whether both orders gave the same bits.
-    """
-
-    step_s: dict[str, list[float]] = field(default_factory=lambda: {order: [] for order in ORDERS})
-    waits_s: dict[str, list[float]] = field(default_factory=lambda: {order: [] for order in ORDERS})
-    losses: list[float] = field(default_factory=list)
-    equal: list[bool] = field(default_factory=list)
 
 
 def compare_orders(
@@ -63,7 +46,7 @@ def compare_orders(
         CommError: a rank died or the timeout passed.
     """
     step: Callable[..., Any] = torch.compile(model, backend=backend, fullgraph=True)
-    record = OrdersRecord()
+    record = OrdersRecord({order: [] for order in ORDERS}, {order: [] for order in ORDERS})
     for turn, batch in enumerate(islice(batches, num_turns + _NUM_UNTIMED)):
         gradients = []
         for order in ORDERS if turn % 2 else ORDERS[::-1]:
