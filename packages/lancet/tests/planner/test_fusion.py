@@ -1,4 +1,5 @@
 from itertools import pairwise, product
+from math import inf
 
 import pytest
 from hypothesis import example, given
@@ -6,7 +7,7 @@ from hypothesis import strategies as st
 from lancet_programs import programs
 
 from lancet.graph.operations import Op
-from lancet.planner.fusion import fuse
+from lancet.planner.fusion import fuse, replay_groups
 from shared.errors import ConfigError, DataError
 from shared.topology import Operation, Replay
 
@@ -155,6 +156,10 @@ def test_fused_groups_never_wait_for_one_another():
         Op("c1", "compute", 1.0, ("r0",)),
     ]
     assert fuse(ops, latency_s=0.5, launch_s=0.9).groups == (("c0",), ("r0",), ("c1",))
+    ops.append(Op("r1", "all_reduce", 1.0, ("c1",)))
+    fusion = replay_groups(ops, [("r0", "r1")], latency_s=0.5)
+    assert fusion.makespan_s == inf
+    assert fusion.groups == (("c0",), ("r0",), ("c1",), ("r1",))
 
 
 @st.composite

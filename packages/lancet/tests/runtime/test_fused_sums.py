@@ -4,6 +4,8 @@ import pytest
 import torch
 from lancet_models import SmallModel, small_batch
 from torch import fx, nn
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import lancet
 from lancet.graph.capture import CapturedGraph
@@ -139,7 +141,10 @@ def test_columns_of_a_buffer_hold_what_was_packed(num_rows):
 def test_sums_of_integers_and_of_data_s_shape_run_alone():
     graph = fx.Graph()
     gradients = []
-    for value in (torch.empty(3), torch.empty(3, dtype=torch.int64), None, torch.empty(2)):
+    sizes = ShapeEnv()
+    with FakeTensorMode(shape_env=sizes):
+        of_data = torch.empty(sizes.create_unbacked_symint())
+    for value in (torch.empty(3), torch.empty(3, dtype=torch.int64), of_data, torch.empty(2)):
         gradients.append(graph.call_function(_double, (graph.placeholder("source"),)))
         gradients[-1].meta["val"] = value
     gradients.append(graph.placeholder("input"))
@@ -148,6 +153,10 @@ def test_sums_of_integers_and_of_data_s_shape_run_alone():
     average_outputs(graph, range(5), 2, "ranks")
     assert list(list_sum_dtypes(graph, "ranks")) == ["all_reduce_default", "all_reduce_default_3"]
     assert list_sum_dtypes(graph, "others") == {}
+    output = graph.output_node()
+    first = output.args[0][0]
+    first.args = (first.args[0], gradients[0])  # divided by data, it is no average
+    assert list(list_sum_dtypes(graph, "ranks")) == ["all_reduce_default_3"]
 
 
 class _Model(SmallModel):
@@ -158,7 +167,8 @@ class _Model(SmallModel):
         self.scale, self.one, self.other = (nn.Parameter(torch.ones(16)) for _ in range(3))
 
     def forward(self, tokens):
-        return super().forward(tokens * self.scale.detach() + self.one + self.other)
+        penalty = (self.one + self.other).square().sum()
+        return super().forward(tokens * self.scale.detach()) + penalty
 
 
 def _largest():
