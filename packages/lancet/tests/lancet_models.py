@@ -6,10 +6,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shared.comms import Group
+
 MODULES = (
     "transformers.models.qwen3_moe.modeling_qwen3_moe",
     "transformers.models.mixtral.modeling_mixtral",
     "torch.distributed.tensor",
+    "torch._dynamo.repro.after_dynamo",
+    "lancet.runtime.backend",
+    "lancet.moe.layer",
 )
 """What all ranks import, in one process for all of them."""
 VOCABULARY, LENGTH = 96, 12
@@ -131,7 +136,7 @@ def largest_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> floa
 
 
 class SmallModel(nn.Module):
-    """A layer of experts without drops between two linear ones: captured in a second or two."""
+    """A layer of experts without drops between two linear ones: captured in some seconds."""
 
     def __init__(self) -> None:
         from lancet.moe.layer import Layer
@@ -149,6 +154,40 @@ class SmallModel(nn.Module):
         return self.last(hidden + results).square().mean() + balance
 
 
+class RowsModel(nn.Module):
+    """Rows that travel between two linear layers, as those of experts do: captured in a second.
+
+    Args:
+        group: ranks between which they travel, and over which gradients are averaged; None: they
+            stay.
+    """
+
+    def __init__(self, group: Group | None = None) -> None:
+        from lancet.moe.dispatch import TokenDispatch
+        from lancet.moe.gradients import average_gradients
+
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.last = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.dispatch = None
+        if group is not None:
+            self.dispatch = TokenDispatch(group, 2, "rows")
+            average_gradients(self.parameters(), group)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """The loss of tokens [n, 16]."""
+        hidden = self.inner(tokens)
+        if self.dispatch is None:
+            hidden = hidden.relu()
+        else:
+            # Of two experts a rank, 0 lies on the first rank and 3 on the second.
+            ids = 3 * (tokens[:, :1] > 0).long()
+            rows = self.dispatch.send(hidden, ids)
+            ones = torch.ones_like(tokens[:, :1])
+            hidden = self.dispatch.bring_back(rows.values.relu(), rows, ones)
+        return self.last(hidden).square().mean()
+
+
 def small_batch(rank: int, num_tokens: int = 12) -> Tensor:
-    """A rank's tokens for a `SmallModel`."""
+    """A rank's tokens for a `SmallModel` or a `RowsModel`."""
     return torch.randn(num_tokens, 16, generator=torch.Generator().manual_seed(rank))

@@ -1,6 +1,7 @@
 """A traced model in parts of its batch gives the whole batch's results and gradients."""
 
 from collections import Counter
+from functools import cache
 
 import pytest
 import torch
@@ -94,12 +95,16 @@ def span_of(module):
     return next(i for i, node in enumerate(nodes) if node.op != "placeholder"), len(nodes) - 1
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def toy():
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    draw = torch.randn(5, 3, 6, dtype=torch.float64)
-    return lambda centers=False: trace(Sorted(centers).double(), draw)
+    @cache
+    def trace_toy(centers=False):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        draw = torch.randn(5, 3, 6, dtype=torch.float64)
+        return trace(Sorted(centers).double(), draw)
+
+    return trace_toy
 
 
 @pytest.mark.parametrize("num_parts", [2, 3, 5])

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from lancet_programs import backward, programs
@@ -15,12 +16,14 @@ def plan_of(ops):
     return make_plan("backward 1", "digest", "torch", ops, [], None)
 
 
+@pytest.mark.unchecked
 @given(programs())
 def test_the_same_operations_take_the_same_order(ops):
     plan = plan_of(ops)
     assert follow_plan(plan, ops, {}) == plan.launches
 
 
+@pytest.mark.unchecked
 @given(programs(), st.data())
 def test_operations_of_sizes_leave_the_order_of_collectives(ops, data):
     plan = plan_of(ops)

@@ -5,7 +5,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from lancet_models import SmallModel, largest_difference, small_batch, whole_gradients
+from lancet_models import (
+    RowsModel,
+    SmallModel,
+    largest_difference,
+    small_batch,
+    whole_gradients,
+)
 from torch import Tensor
 
 import lancet
@@ -19,9 +25,9 @@ from shared.errors import ConfigError, DataError
 pytestmark = pytest.mark.unchecked
 
 
-def _expect(*batches_by_rank):
+def _expect(*batches_by_rank, kind=RowsModel):
     """Gradients of the mean of the ranks' losses, of the whole model."""
-    model = SmallModel()
+    model = kind()
     for batches in batches_by_rank:
         for tokens in batches:
             (model(tokens) / len(batches_by_rank)).backward()
@@ -34,18 +40,17 @@ def _compile(model, fullgraph=True, **settings):
     return torch.compile(model, backend=backend, fullgraph=fullgraph), backend
 
 
-def _divide(model=None):
-    return lancet.parallelize(model or SmallModel(), Group.world())
-
-
-def _run(model, rank):
-    step, backend = _compile(model)
-    step(small_batch(rank)).backward()
-    return whole_gradients(model), backend.report().sentences
+def _divide(kind):
+    """A model whose rows travel between the ranks."""
+    group = Group.world()
+    return lancet.parallelize(kind(), group) if kind is SmallModel else kind(group)
 
 
 def _run_whole():
-    return _run(SmallModel(), 0)
+    model = RowsModel()
+    step, backend = _compile(model)
+    step(small_batch(0)).backward()
+    return whole_gradients(model), backend.report().sentences
 
 
 def test_a_model_without_all_to_alls_runs_unchanged(pool):
@@ -55,7 +60,7 @@ def test_a_model_without_all_to_alls_runs_unchanged(pool):
         assert any("no all-to-all" in sentence for sentence in sentences)
 
 
-class _InTwoGraphs(SmallModel):
+class _InTwoGraphs(RowsModel):
     def forward(self, tokens):
         halves = tokens / 2
         torch._dynamo.graph_break()
@@ -64,10 +69,10 @@ class _InTwoGraphs(SmallModel):
 
 def _break():
     rank = Group.world().rank
-    step, _ = _compile(_divide(_InTwoGraphs()))
+    step, _ = _compile(_divide(_InTwoGraphs))
     with pytest.raises(torch._dynamo.exc.Unsupported, match=r"graph_break\(\)"):
         step(small_batch(rank))
-    model = _divide(_InTwoGraphs())
+    model = _divide(_InTwoGraphs)
     step, backend = _compile(model, fullgraph=False)
     step(small_batch(rank)).backward()
     return whole_gradients(model), backend.report()
@@ -90,7 +95,7 @@ def _shard():
     fully_shard(whole)
     with pytest.raises(ConfigError, match=r"got a DTensor .* neither FSDP2 nor transformers"):
         lancet.parallelize(whole, Group.world())
-    model = _divide()
+    model = _divide(SmallModel)
     fully_shard(model.last)
     step, _ = _compile(model)
     with pytest.raises(torch._dynamo.exc.Unsupported, match="_fully_shard"):
@@ -102,7 +107,7 @@ def _shard():
 
 @pytest.mark.slow
 def test_a_model_that_fsdp2_wrapped_runs_unchanged(pool):
-    expected = _expect([small_batch(0)], [small_batch(1)])
+    expected = _expect([small_batch(0)], [small_batch(1)], kind=SmallModel)
     for gradients, sentences in pool.run(_shard).results:
         assert largest_difference(gradients, expected) < 2e-6
         (sentence,) = sentences
@@ -111,7 +116,7 @@ def test_a_model_that_fsdp2_wrapped_runs_unchanged(pool):
 
 def _run_other_shapes():
     rank = Group.world().rank
-    model = _divide()
+    model = _divide(SmallModel)
     step, backend = _compile(model)
     step(small_batch(rank, 12 + 4 * rank)).backward()
     return whole_gradients(model), backend.report()
@@ -119,7 +124,7 @@ def _run_other_shapes():
 
 @pytest.mark.slow
 def test_ranks_with_different_graphs_run_in_captured_order(pool):
-    expected = _expect([small_batch(0, 12)], [small_batch(1, 16)])
+    expected = _expect([small_batch(0, 12)], [small_batch(1, 16)], kind=SmallModel)
     for gradients, report in pool.run(_run_other_shapes).results:
         assert largest_difference(gradients, expected) < 2e-6
         (sentence,) = report.sentences
@@ -140,10 +145,10 @@ def _plan_sums_last(name, digest, version, ops, tensors, memory_bytes, sums, **s
     return replace(plan, order=order, groups=(group,), sums=sums)
 
 
-def _follow(first_alone):
+def _follow(kind, first_alone):
     """A first step, then one in which a rank or both have a smaller batch."""
     rank = Group.world().rank
-    model = _divide()
+    model = _divide(kind)
     step, backend = _compile(model)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(backend_module, "make_plan", _plan_sums_last)
@@ -154,14 +159,22 @@ def _follow(first_alone):
     return whole_gradients(model), backend.report()
 
 
-@pytest.mark.parametrize("first_alone", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_a_smaller_batch_takes_the_plan_without_a_message(pool, first_alone):
+@pytest.mark.parametrize(
+    ("kind", "first_alone"),
+    [
+        (RowsModel, True),
+        pytest.param(SmallModel, True, marks=pytest.mark.slow),
+        pytest.param(SmallModel, False, marks=pytest.mark.slow),
+    ],
+)
+def test_a_smaller_batch_takes_the_plan_without_a_message(pool, kind, first_alone):
     last = 12 if first_alone else 8
     expected = _expect(
         [small_batch(0), small_batch(0, 8), small_batch(2, 8)],
         [small_batch(1), small_batch(1, last), small_batch(3, last)],
+        kind=kind,
     )
-    results = pool.run(_follow, first_alone).results
+    results = pool.run(_follow, kind, first_alone).results
     for rank, (gradients, report) in enumerate(results):
         assert largest_difference(gradients, expected) < 2e-6
         assert report.sentences == ()
@@ -213,9 +226,9 @@ class _Noisy(torch.autograd.Function):
         return gradient + torch.rand_like(gradient)
 
 
-class _WithBackward(SmallModel):
-    def __init__(self, function):
-        super().__init__()
+class _WithBackward(RowsModel):
+    def __init__(self, function, group):
+        super().__init__(group)
         self._function = function
 
     def forward(self, tokens):
@@ -223,8 +236,9 @@ class _WithBackward(SmallModel):
 
 
 def _run_with(function, path):
-    step, backend = _compile(_divide(_WithBackward(function)))
-    tokens = small_batch(Group.world().rank).requires_grad_()
+    group = Group.world()
+    step, backend = _compile(_WithBackward(function, group))
+    tokens = small_batch(group.rank).requires_grad_()
     for _ in range(2):
         step(tokens).backward()
     backend.save_plan(path)
@@ -253,7 +267,7 @@ def test_a_graph_that_draws_random_numbers_runs_in_captured_order(pool, tmp_path
 
 def _disagree():
     rank = Group.world().rank
-    step, _ = _compile(_divide())
+    step, _ = _compile(_divide(SmallModel))
     share = backend_module.share_text
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(backend_module, "share_text", lambda *args: share(*args) + " " * rank)
