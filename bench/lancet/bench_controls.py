@@ -22,10 +22,12 @@ import torch
 from torch import Tensor
 
 import lancet
+from lancet.graph.fused_sums import list_sum_dtypes
 from lancet.graph.operations import Op, OpGraph
 from lancet.graph.reachability import find_descendants
 from lancet.planner.networks import scale_communication
-from lancet.planner.plan import Plan, make_plan
+from lancet.planner.plan import Plan, Sums, make_plan
+from lancet.runtime.executor import GraphExecutor
 from shared.claims import Claim, pair_turns
 from shared.comms import Group, NetLab, netlab
 from shared.comms.handicap import handicap
@@ -83,8 +85,20 @@ def count_moved(ops: Sequence[Op]) -> int:
     return sum(map(len, plan_ops(ops).moved.values()))
 
 
-def plan_ops(ops: Sequence[Op], tensors: Any = (), memory_bytes: int | None = None) -> Plan:
-    return make_plan("backward", "", torch.__version__, list(ops), tensors, memory_bytes)
+def plan_ops(
+    ops: Sequence[Op],
+    sums: Sums | None = None,
+    tensors: Any = (),
+    memory_bytes: int | None = None,
+) -> Plan:
+    return make_plan("backward", "", torch.__version__, list(ops), tensors, memory_bytes, sums)
+
+
+def describe_sums(executor: GraphExecutor, group: Group) -> Sums:
+    """Sums that may run in groups, as the backend describes them."""
+    dtypes = list_sum_dtypes(executor.captured.module.graph, group.checked().group_name)
+    latency_s = min(collect(executor.sum_latency_s))
+    return Sums(latency_s=latency_s, dtypes=dtypes, num_ranks=group.world_size)
 
 
 def draw_wrong(ops: Sequence[Op]) -> list[Op]:
@@ -107,6 +121,15 @@ def repeat(ops: Sequence[Op], num_ops: int) -> list[Op]:
             copies.append(replace(op, name=f"{op.name} of {number}", after=after))
         number += 1
     return copies[:num_ops]
+
+
+def repeat_sums(sums: Sums, nodes: Sequence[Op]) -> Sums:
+    """The sums of all copies that `repeat` made."""
+    origins = {op.name: op.name.rpartition(" of ")[0] for op in nodes}
+    dtypes = {
+        name: sums.dtypes[origin] for name, origin in origins.items() if origin in sums.dtypes
+    }
+    return replace(sums, dtypes=dtypes)
 
 
 def count_routed_bytes(model: Any, batch: Mapping[str, Tensor]) -> int:
@@ -167,8 +190,9 @@ def run(num_turns: int) -> Measured:
         TENFOLD: scale_communication(ops, 10.0),
         MIXED: draw_wrong(ops),
     }
+    sums = describe_sums(executor, group)
     for name, listed in wrong.items():
-        executor.add_order(name, plan_ops(listed).launches)
+        executor.add_order(name, plan_ops(listed, sums).launches)
     captured = Step(compiled, model, optimizer, backend, "captured")
     compared = compare_gradients([captured, *ways.values()], batch)[1:]
     routed_bytes = count_routed_bytes(model, batch)
@@ -185,13 +209,13 @@ def run(num_turns: int) -> Measured:
     for share in SLACKS:
         slack = int(share * max(excess, 0))
         name = f"slack of {slack / 2**20:.2f} MiB"
-        executor.add_order(name, plan_ops(ops, tensors, slack).launches)
+        executor.add_order(name, plan_ops(ops, sums, tensors, slack).launches)
         limited = Step(compiled, model, optimizer, backend, name)
         peaks[name] = measure_peak(limited, batch), free_peak + slack
 
     nodes = repeat(ops, NUM_NODES)
     began = time.thread_time()
-    plan_ops(nodes)
+    plan_ops(nodes, repeat_sums(sums, nodes))
     planning_s = time.thread_time() - began
     return Measured(
         count_moved(ops),
