@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.distributed.tensor import DTensor
 
 from lancet.graph.batch_axes import BatchAxes
 from lancet.graph.operations import Kind
@@ -63,7 +64,7 @@ def profile(module: fx.GraphModule, arguments: list[Any]) -> tuple[Any, GraphPro
 
 def time_parts(
     module: fx.GraphModule,
-    axes: BatchAxes,
+    axes: BatchAxes | None,
     inputs: Sequence[Any],
     group: Group,
     numbers: Sequence[int],
@@ -74,7 +75,7 @@ def time_parts(
 
     Args:
         module: traced by torch.compile.
-        axes: of its graph.
+        axes: of its graph; None: it has no parts.
         inputs: of the module.
         group: ranks whose all-to-alls are run.
         numbers: numbers of parts to time, 1 among them.
@@ -84,31 +85,35 @@ def time_parts(
     """
     nodes = list(module.graph.nodes)
     placeholders = [node for node in nodes if node.op == "placeholder"]
-    time_s = {}
     timer = _NodeTimer(module, group)
-    for number in numbers:
-        size = axes.size // number
+    by_number: dict[int, dict[fx.Node, float]] = {number: {} for number in numbers}
+    # In turns, so that other programs of the machine slow all alike.
+    for number in (*numbers,) * _NUM_TIMINGS:
         arguments = [
-            _first_part(node, value, axes, size)
+            _first_part(node, value, axes, number)
             for node, value in zip(placeholders, inputs, strict=True)
         ]
-        timer.time_s = {}
+        timer.time_s = by_number[number]
         with torch.random.fork_rng(), torch.no_grad():
-            for _ in range(_NUM_TIMINGS):
-                timer.run(*arguments)
-        time_s[number] = [timer.time_s.get(node, 0.0) for node in nodes]
+            timer.run(*arguments)
+    time_s = {
+        number: [seconds.get(node, 0.0) for node in nodes] for number, seconds in by_number.items()
+    }
     kinds: list[Kind] = ["all_to_all" if timer.is_exchange(node) else "compute" for node in nodes]
-    copy_s = [timer.num_bytes.get(node, 0) * _copy_s_per_byte() for node in nodes]
-    return PartCosts(kinds, time_s, copy_s)
+    num_bytes = [timer.num_bytes.get(node, 0) for node in nodes]
+    s_per_byte = _copy_s_per_byte()
+    return PartCosts(kinds, time_s, [size * s_per_byte for size in num_bytes], num_bytes)
 
 
-def _first_part(node: fx.Node, value: Any, axes: BatchAxes, size: int) -> Any:
-    if node in axes.sizes:
-        return size
+def _first_part(node: fx.Node, value: Any, axes: BatchAxes | None, number: int) -> Any:
+    if axes is not None and node in axes.sizes:
+        return axes.size // number
     if isinstance(value, torch.SymInt):
         return int(value)
-    place = axes.axes.get(node)
-    return value if place is None else value.narrow(place[0], 0, size * place[1])
+    place = None if axes is None else axes.axes.get(node)
+    if axes is None or place is None:
+        return value
+    return value.narrow(place[0], 0, axes.size // number * place[1])
 
 
 def _copy_s_per_byte() -> float:
@@ -151,7 +156,8 @@ class _NodeTimer(fx.Interpreter):
         elapsed_s = _now_s() - start_s
         self.time_s[n] = min(elapsed_s, self.time_s.get(n, elapsed_s))
         if isinstance(result, Tensor):
-            self.num_bytes[n] = max(result.nbytes, self.num_bytes.get(n, 0))
+            own = result.to_local() if isinstance(result, DTensor) else result
+            self.num_bytes[n] = max(own.nbytes, self.num_bytes.get(n, 0))
         return result
 
 

@@ -97,16 +97,19 @@ class StepReport:
     Attributes:
         graphs: in the order of their capture.
         sentences: what the backend could not do, and why.
+        batch: into which parts costs have cut the batch, or why it stays whole.
         replica_check_s: seconds of the last comparison of replicated parameters over the ranks; 0
             before the first.
     """
 
     graphs: tuple[GraphReport, ...]
     sentences: tuple[str, ...] = field(default=())
+    batch: str = ""
     replica_check_s: float = 0.0
 
     def __str__(self) -> str:
-        lines = [*self.sentences, *(line for graph in self.graphs for line in graph.lines())]
+        lines = [*self.sentences, *([self.batch] if self.batch else [])]
+        lines += [line for graph in self.graphs for line in graph.lines()]
         if self.replica_check_s:
             lines.append(
                 f"the last comparison of parameters over ranks took {format_s(self.replica_check_s)}"

@@ -10,13 +10,12 @@ that cuts its arguments and its result along these axes. What happens between th
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.fx.experimental._config
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -33,11 +32,13 @@ __all__ = [
     "find_batch_axes",
     "fix_sizes",
     "list_exchanges",
-    "trace_sizes",
+    "mark_sizes",
 ]
 
 # Stands for the size of the batch: a prime that no other size is a multiple of.
 _PRIME = 1_000_003
+# Attributes of a tensor in which torch notes that axes are to be symbols, and which.
+_MARKS = ("_has_dynamo_dim_marking", "_dynamo_weak_dynamic_indices")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -117,23 +118,36 @@ def find_batch_axes(module: fx.GraphModule, inputs: Sequence[Any]) -> BatchAxes 
 
 
 @contextlib.contextmanager
-def trace_sizes() -> Iterator[None]:
-    """Lets torch.compile trace sizes of inputs as symbols, one for each; numbers stay numbers."""
-    symbols: Any = torch.fx.experimental._config
-    with (
-        torch._dynamo.config.patch(
-            assume_static_by_default=False, specialize_int=True, specialize_float=True
-        ),
-        symbols.patch(use_duck_shape=False),
-    ):
+def mark_sizes(inputs: Iterable[Any]) -> Iterator[None]:
+    """Lets torch.compile trace sizes that may be the batch's as symbols; others stay numbers.
+
+    These are the first sizes of inputs, and equal ones. Parameters and buffers keep theirs in any case.
+    """
+    tensors = [
+        value
+        for value in inputs
+        if isinstance(value, Tensor)
+        and not isinstance(value, (nn.Parameter, DTensor))
+        and value.dim()
+        and not hasattr(value, _MARKS[0])
+    ]
+    sizes = {tensor.shape[0] for tensor in tensors}
+    for tensor in tensors:
+        for axis, length in enumerate(tensor.shape):
+            if length in sizes:
+                torch._dynamo.maybe_mark_dynamic(tensor, axis)
+    try:
         yield
+    finally:
+        for tensor in tensors:
+            for name in _MARKS:
+                vars(tensor).pop(name, None)
 
 
 def drop_unused_sizes(module: fx.GraphModule, inputs: Sequence[Any]) -> list[Any]:
     """Removes symbols of sizes that nothing reads from a traced graph's inputs; returns the others.
 
-    Where in its memory a batch begins has a symbol too, which may differ by rank. torch.compile passes
-    the inputs that the graph has when its backend returns.
+    torch.compile passes the inputs that the graph has when its backend returns.
     """
     left = []
     placeholders = module.graph.find_nodes(op="placeholder")

@@ -7,25 +7,68 @@ and each range's cost is that of its best number of parts. Seconds of parts are 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
 from math import inf, isnan
+from statistics import mean
+from typing import Any
 
 from torch import fx
 
 from lancet.graph.batch_axes import BatchAxes, list_exchanges
 from lancet.graph.operations import Kind
-from lancet.graph.parts import select
+from lancet.graph.parts import CutRange, select
 from lancet.planner.pipeline import pipelined_s
 from shared.errors import ConfigError, DataError
+from shared.units import format_s
 
-__all__ = ["ChosenRanges", "PartCosts", "best_ranges", "choose_ranges"]
+__all__ = [
+    "LEAST_GAIN",
+    "MAX_PARTS",
+    "BatchCut",
+    "ChosenRanges",
+    "PartCosts",
+    "best_ranges",
+    "choose_ranges",
+    "merge_costs",
+]
+
+MAX_PARTS = 8
 
 # Groups of operators between two layers of experts, as in the published code.
 _GROUPS_BETWEEN = 5
 # With more groups than this, a range holds those of about two layers, or all.
 _MAX_GROUPS = 28
+# What a part adds to the forward pass comes again in the backward pass, which computes two products for
+# each of the forward pass and sends the same rows. There weight gradients hide rows already, so parts
+# are taken to gain nothing.
+_BACKWARD: dict[Kind, float] = {"compute": 2.0, "all_to_all": 1.0, "all_reduce": 1.0}
+# Share of the forward pass that parts must save: the replay is no better than that.
+LEAST_GAIN = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchCut:
+    """How a model's batch was cut before its graphs were captured.
+
+    Attributes:
+        digest: of the traced model and the shapes of its inputs; empty where nothing was chosen.
+        ranges: first, stop and number of parts of each, in order, as numbers of nodes; empty where the
+            batch stays whole.
+        extra_bytes: what parts may add to a rank's memory.
+    """
+
+    digest: str = ""
+    ranges: tuple[tuple[int, int, int], ...] = ()
+    extra_bytes: int = 0
+
+    @classmethod
+    def from_values(cls, values: Mapping[str, Any]) -> BatchCut:
+        """What `asdict` made values of, and JSON lists."""
+        ranges = tuple((first, stop, parts) for first, stop, parts in values.get("ranges", ()))
+        others = {name: value for name, value in values.items() if name != "ranges"}
+        return replace(cls(**others), ranges=ranges)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,11 +79,13 @@ class PartCosts:
         kinds: by node.
         time_s: by number of parts, seconds of each node for one part; 1 is the whole batch.
         copy_s: by node, seconds of joining its parts.
+        num_bytes: by node, bytes of its result on a rank.
     """
 
     kinds: Sequence[Kind]
     time_s: Mapping[int, Sequence[float]]
     copy_s: Sequence[float]
+    num_bytes: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,14 +95,42 @@ class ChosenRanges:
     Attributes:
         ranges: first, stop and number of parts of each, in order, as numbers of nodes.
         whole_s: seconds of the forward pass without parts.
-        cut_s: the same with them, replayed.
+        cut_s: the same with them, replayed, and what parts add to the backward pass.
+        extra_bytes: what parts may add to a rank's memory.
         reason: why nothing is cut; empty otherwise.
     """
 
     ranges: tuple[tuple[int, int, int], ...]
     whole_s: float
     cut_s: float
+    extra_bytes: int = 0
     reason: str = ""
+
+
+def merge_costs(costs: Sequence[PartCosts]) -> PartCosts:
+    """The costs of all ranks as one: mean seconds of computing, least of all-to-alls, most bytes.
+
+    An all-to-all ends for all when the last rank has started it: the least of its times is that without
+    waiting for others. Parts together take no less than the whole batch, so that no error of measurement
+    makes them faster: they are to gain by what runs beside them.
+    """
+    kinds = costs[0].kinds
+    time_s = {
+        number: [
+            min(seconds) if kind == "all_to_all" else mean(seconds)
+            for kind, *seconds in zip(kinds, *(own.time_s[number] for own in costs), strict=True)
+        ]
+        for number in costs[0].time_s
+    }
+    return PartCosts(
+        kinds,
+        {
+            number: [max(part, whole / number) for part, whole in zip(own, time_s[1], strict=True)]
+            for number, own in time_s.items()
+        },
+        [mean(seconds) for seconds in zip(*(own.copy_s for own in costs), strict=True)],
+        [max(sizes) for sizes in zip(*(own.num_bytes for own in costs), strict=True)],
+    )
 
 
 def choose_ranges(
@@ -72,9 +145,10 @@ def choose_ranges(
         may_stay_whole: whether what is faster whole stays so; else it is cut wherever it can be.
 
     Returns:
-        Without ranges if none is faster than the whole batch, or none can be cut.
+        Without ranges if they save less than a tenth of the forward pass, or none can be cut.
     """
     nodes, exchanges = list(graph.nodes), list_exchanges(graph)
+    number = {node: i for i, node in enumerate(nodes)}
     whole_s = sum(costs.time_s[1])
     bounds = _list_bounds(nodes, exchanges, costs.time_s[1])
     reasons: list[str] = []
@@ -91,20 +165,20 @@ def choose_ranges(
         except ConfigError as error:
             reasons.append(str(error))
             return best
-        number = {node: i for i, node in enumerate(nodes)}
         parts = [number[node] for node in selection.parts]
         rest_s = sum(costs.time_s[1][number[n]] for n in (*selection.before, *selection.after))
-        inside = {*selection.parts}
-        rest_s += sum(
-            costs.copy_s[i] for i in parts if any(user not in inside for user in nodes[i].users)
-        )
+        joined_s = sum(costs.copy_s[number[node]] for node in _list_joined(selection))
         if not may_stay_whole:
             best = inf, 1
         for num_parts, time_s in costs.time_s.items():
             if num_parts == 1:
                 continue
             chain = [(costs.kinds[i], num_parts * time_s[i]) for i in parts]
-            seconds = rest_s + pipelined_s(chain, num_parts)
+            added_s = sum(
+                _BACKWARD[costs.kinds[i]] * (num_parts * time_s[i] - costs.time_s[1][i])
+                for i in parts
+            )
+            seconds = rest_s + joined_s + pipelined_s(chain, num_parts) + max(added_s, 0.0)
             best = min(best, (seconds, num_parts))
         return best
 
@@ -119,8 +193,52 @@ def choose_ranges(
         for first, stop in chosen
         if (num_parts := best_parts(first, stop)[1]) > 1
     )
-    reason = "" if ranges else (reasons or ["parts replay slower than the whole batch"])[0]
-    return ChosenRanges(ranges=ranges, whole_s=whole_s, cut_s=cut_s, reason=reason)
+    reason = "" if ranges else (reasons or [_compare(whole_s, cut_s)])[0]
+    if may_stay_whole and ranges and cut_s > (1 - LEAST_GAIN) * whole_s:
+        ranges, reason = (), _compare(whole_s, cut_s)
+    extra_bytes = sum(
+        _count_extra_bytes(
+            select(nodes[first:stop], axes, exchanges), axes, costs.num_bytes, number, num_parts
+        )
+        for first, stop, num_parts in ranges
+    )
+    return ChosenRanges(
+        ranges=ranges, whole_s=whole_s, cut_s=cut_s, extra_bytes=extra_bytes, reason=reason
+    )
+
+
+def _compare(whole_s: float, cut_s: float) -> str:
+    return (
+        f"parts save too little of the forward pass in replay, {format_s(whole_s)} whole and "
+        f"{format_s(cut_s)} at best, with what they add to the backward pass"
+    )
+
+
+def _list_joined(selection: CutRange) -> list[fx.Node]:
+    """Nodes in parts whose results are read whole."""
+    inside = {*selection.parts}
+    return [node for node in selection.parts if any(user not in inside for user in node.users)]
+
+
+def _count_extra_bytes(
+    selection: CutRange,
+    axes: BatchAxes,
+    num_bytes: Sequence[int],
+    number: Mapping[fx.Node, int],
+    num_parts: int,
+) -> int:
+    """Most bytes by which a step in parts may exceed the memory of one on the whole batch.
+
+    Results are kept in parts and joined. The gradient of a part of a tensor is as large as the tensor.
+    The first part's backward pass begins when all other parts have made gradients of all weights; the
+    largest of these is there once more until it is added.
+    """
+    inside = {*selection.parts}
+    read = {node for part in selection.parts for node in part.all_input_nodes if node not in inside}
+    sliced = [num_bytes[number[node]] for node in read if axes.axes.get(node) is not None]
+    weights = [num_bytes[number[node]] for node in read if axes.axes.get(node) is None]
+    joined = [num_bytes[number[node]] for node in _list_joined(selection)]
+    return sum(joined) + num_parts * sum(sliced) + sum(weights) + max(weights, default=0)
 
 
 def _list_bounds(

@@ -19,6 +19,7 @@ from lancet.planner.fusion import Fusion, fuse, replay_groups
 from lancet.planner.groups import contract_groups, expand_groups, fuse_tensors
 from lancet.planner.memory import KeptTensor, LiveBytes
 from lancet.planner.networks import scale_communication
+from lancet.planner.partition import MAX_PARTS, BatchCut
 from lancet.planner.weight_gradients import Reordering, schedule
 from lancet.simulator import simulate
 from shared.errors import ConfigError, DataError
@@ -26,7 +27,7 @@ from shared.files import read_json, write_atomically
 
 __all__ = ["Plan", "load_plans", "make_plan", "replan", "save_plans"]
 
-_FORMAT = 2
+_FORMAT = 3
 # How often the slack is halved for an order that some rank has no memory for.
 _HALVINGS = 4
 # Seconds of the search for groups in each order that is tried, while the other ranks wait.
@@ -60,6 +61,7 @@ class Plan:
         order: names of all operations in launch order.
         groups: names of all-reduces that run as one, neighbours in `order`.
         sums: what was planned with to choose groups.
+        cut: the parts of the batch that the graph has.
         before_s: replayed seconds of the captured order.
         makespan_s: replayed seconds of this order.
         exposed_before_s: replayed seconds of the captured order in which nothing is computed.
@@ -73,6 +75,7 @@ class Plan:
     order: tuple[str, ...]
     groups: tuple[tuple[str, ...], ...]
     sums: Sums
+    cut: BatchCut
     before_s: float
     makespan_s: float
     exposed_before_s: float
@@ -122,7 +125,7 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """The plan that `to_json` wrote; one of format 1 has no groups.
+        """The plan that `to_json` wrote; one of format 1 has no groups, one of format 2 no parts.
 
         Raises:
             DataError: the text is no plan of this format.
@@ -131,6 +134,8 @@ class Plan:
         version = values.pop("format", None) if isinstance(values, dict) else None
         if version == 1:
             values |= {"groups": [], "sums": {}}
+        if version in (1, 2):
+            values |= {"cut": {}}
         elif version != _FORMAT:
             raise DataError(
                 f"expected a plan of format {_FORMAT}, got format {version!r}; plan again with this "
@@ -147,7 +152,8 @@ class Plan:
         )
         groups = tuple(tuple(group) for group in values.pop("groups"))
         order, sums = tuple(values.pop("order")), Sums(**values.pop("sums"))
-        return cls(ops=ops, order=order, groups=groups, sums=sums, **values)
+        cut = BatchCut.from_values(values.pop("cut"))
+        return cls(ops=ops, order=order, groups=groups, sums=sums, cut=cut, **values)
 
 
 def make_plan(
@@ -158,8 +164,7 @@ def make_plan(
     tensors: Sequence[Sequence[KeptTensor]],
     memory_bytes: int | None,
     sums: Sums | None = None,
-    *,
-    keeps_order: bool = True,
+    cut: BatchCut | None = None,
 ) -> Plan:
     """Plans a graph: weight gradients beside all-to-alls, and all-reduces in groups.
 
@@ -178,9 +183,12 @@ def make_plan(
         memory_bytes: bytes by which each rank's peak may exceed that of the captured order; None for
             no limit.
         sums: of its all-reduces; None: they run one by one.
-        keeps_order: whether all-to-alls keep their captured order; those of parts of a batch need not.
+        cut: the parts of the batch that the graph has, whose all-to-alls need not keep their captured
+            order; None: it has none.
     """
     sums = Sums() if sums is None else sums
+    cut = BatchCut() if cut is None else cut
+    keeps_order = not cut.ranges
     by_name = {op.name: op for op in ops}
     orders = [_schedule_within(ops, ops, tensors, memory_bytes, keeps_order)]
     if any(op.kind == "all_reduce" for op in ops):
@@ -211,6 +219,7 @@ def make_plan(
         order=best.names,
         groups=best.groups,
         sums=sums,
+        cut=cut,
         before_s=before_s,
         makespan_s=makespan_s,
         exposed_before_s=max(before_s - compute_s, 0.0),
@@ -346,7 +355,7 @@ def replan(plan: Plan, network: float) -> Plan:
         raise ConfigError(f"network: expected more than 0, got {network:g}; 2 is twice as fast")
     ops = scale_communication(plan.ops, 1 / network)
     sums = replace(plan.sums, latency_s=plan.sums.latency_s / network)
-    return make_plan(plan.graph, plan.digest, plan.torch, ops, [], None, sums)
+    return make_plan(plan.graph, plan.digest, plan.torch, ops, [], None, sums, plan.cut)
 
 
 def save_plans(path: str | Path, plans: Iterable[Plan]) -> None:
@@ -403,6 +412,15 @@ def _check(plan: Plan) -> None:
                 f"in one group, got {', '.join(group)}; plan again"
             )
     OpGraph(plan.fused_ops)
+    ends = [0, *(stop for _, stop, _ in plan.cut.ranges)]
+    if not all(
+        end <= first < stop and 1 < num_parts <= MAX_PARTS
+        for end, (first, stop, num_parts) in zip(ends, plan.cut.ranges, strict=False)
+    ):
+        raise DataError(
+            f"{plan.graph}: expected ranges one after another, each in 2 to {MAX_PARTS} parts, got "
+            f"{plan.cut.ranges}; plan again"
+        )
     seconds = (
         plan.sums.latency_s,
         plan.before_s,

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from hashlib import sha256
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from shared.comms import Group, all_gather_v
-from shared.errors import DataError
+from shared.errors import CommError, ConfigError, DataError
 
-__all__ = ["check_same", "share_text", "share_texts"]
+__all__ = ["check_same", "run_on_all", "share_text", "share_texts"]
+
+_Result = TypeVar("_Result")
 
 
 def share_texts(group: Group, text: str) -> list[str]:
@@ -50,6 +54,28 @@ def check_same(group: Group, name: str, text: str) -> None:
             f"to {len(digests) - 1}; nothing was launched: start all ranks again, with one release of "
             f"lancet and torch"
         )
+
+
+def run_on_all(group: Group, function: Callable[[], _Result]) -> _Result:
+    """Result of a function on this rank, once it has ended on all ranks of a gloo group.
+
+    Raises:
+        ConfigError: it failed on a rank, with whatever error; raised on every rank.
+        CommError: a rank died or the timeout passed.
+    """
+    results, reason = [], ""
+    try:
+        results.append(function())
+    except CommError:
+        raise
+    except Exception as error:  # noqa: BLE001 - the others wait for this rank
+        reason = str(error) if isinstance(error, ConfigError) else repr(error)
+    reasons = share_texts(group, reason)
+    if len({*reasons}) > 1:
+        reason = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(reasons) if text)
+    if reason:
+        raise ConfigError(reason)
+    return results[0]
 
 
 def _encode(text: str) -> Tensor:

@@ -11,7 +11,6 @@ import contextlib
 import json
 import logging
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -21,17 +20,17 @@ from typing import Any
 import torch
 from torch import fx
 
-from lancet.graph.batch_axes import drop_unused_sizes, trace_sizes
 from lancet.graph.capture import CapturedGraph, capture
 from lancet.graph.fused_sums import list_sum_dtypes
 from lancet.graph.operations import LaunchOrder, Op
 from lancet.graph.rewrite import collectives, is_repeatable
 from lancet.planner.memory import KeptTensor
 from lancet.planner.other_shapes import follow_plan
+from lancet.planner.partition import MAX_PARTS, BatchCut
 from lancet.planner.plan import Plan, Sums, load_plans, make_plan, save_plans
 from lancet.report import GraphReport, StepReport
 from lancet.runtime.agreement import check_same, share_text, share_texts
-from lancet.runtime.cutting import MAX_PARTS, BatchCutter
+from lancet.runtime.cutting import BatchCutter
 from lancet.runtime.executor import PLANNED, GraphExecutor
 from lancet.runtime.verification import check_replicas
 from shared.comms import Group
@@ -50,7 +49,8 @@ class Backend:
     Args:
         group: ranks over which `lancet.parallelize` has divided the experts.
         dw: whether weight gradients are moved beside all-to-alls.
-        partition: number of parts of the batch, 1 to 8; None or "auto" keep it whole.
+        partition: number of parts of the batch, 1 to 8; None keeps it whole, "auto" chooses 2, 4 or 8
+            parts where they replay faster.
         memory_bytes: bytes by which the plan may exceed the captured order's peak of saved tensors;
             None for no limit.
 
@@ -68,8 +68,8 @@ class Backend:
         is_number = isinstance(partition, int) and not isinstance(partition, bool)
         if partition not in (None, "auto") and not (is_number and 1 <= partition <= MAX_PARTS):
             raise ConfigError(
-                f"partition: expected 1 to {MAX_PARTS} parts, or None or 'auto', which keep the batch "
-                f"whole, got {partition!r}"
+                f"partition: expected 1 to {MAX_PARTS} parts, None, which keeps the batch whole, or "
+                f"'auto', got {partition!r}"
             )
         if memory_bytes is not None and memory_bytes < 0:
             raise ConfigError(
@@ -81,14 +81,10 @@ class Backend:
         # Plans travel over connections of their own, so that no message of the model mixes with them.
         self._control = Group.control(group.checked(), name="lancet")
         self._cutter = None
-        # torch.compile looks up no context of a backend's for its traces: while the batch may be cut,
-        # its settings for the whole process are changed.
-        self._settings = contextlib.ExitStack()
-        if isinstance(partition, int) and partition > 1:
-            self._cutter = BatchCutter(self._control, partition)
-            self._settings.enter_context(trace_sizes())
-            weakref.finalize(self, self._settings.close)
-        self._has_cut = False
+        self._must_cut = partition != "auto"
+        if partition not in (None, 1):
+            num_parts = partition if isinstance(partition, int) else None
+            self._cutter = BatchCutter(group, self._control, num_parts, memory_bytes)
         self._executors: list[GraphExecutor] = []
         self._plans: dict[str, str] = {}
         self._stored: list[Plan] = []
@@ -116,26 +112,21 @@ class Backend:
             )
         if self._is_broken:
             return module.forward
-        if self._cutter is not None:
-            module, inputs = self._cut(self._cutter, module, inputs)
+        if self._cutter is None:
+            return self._capture(module, inputs)
+        stored = [plan.cut for plan in self._stored if plan.torch == torch.__version__]
+        run = self._cutter.compile(module, inputs, stored, self._capture)
+        sentence = self._cutter.sentence
+        if self._must_cut and not self._has_parts and sentence not in ("", *self._warnings):
+            self._warn(sentence)
+        return run
+
+    def _capture(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         return capture(module, inputs, self._group, self._add)
 
-    def _cut(
-        self, cutter: BatchCutter, module: fx.GraphModule, inputs: Sequence[Any]
-    ) -> tuple[fx.GraphModule, Sequence[Any]]:
-        """A model in parts, with its inputs; or whole, if the first one cannot be cut."""
-        inputs = drop_unused_sizes(module, inputs)
-        if self._has_cut:
-            return cutter.cut_later(module, inputs), inputs
-        try:
-            parts = cutter.cut_first(module, inputs)
-        except ConfigError as error:
-            self._cutter = None
-            self._settings.close()
-            self._warn(f"the batch stays whole: {error}")
-            return module, inputs
-        self._has_cut = True
-        return parts, inputs
+    @property
+    def _has_parts(self) -> bool:
+        return self._cutter is not None and bool(self._cutter.cut.ranges)
 
     def save_plan(self, path: str | Path) -> None:
         """Writes the plans of all graphs as JSON; they are the same on every rank."""
@@ -174,8 +165,12 @@ class Backend:
             )
             for executor in self._executors
         )
+        batch = "" if self._cutter is None else self._cutter.sentence
         return StepReport(
-            graphs=graphs, sentences=tuple(self._warnings), replica_check_s=self._check_s
+            graphs=graphs,
+            sentences=tuple(self._warnings),
+            batch="" if batch in self._warnings else batch,
+            replica_check_s=self._check_s,
         )
 
     @property
@@ -228,7 +223,9 @@ class Backend:
 
     def _is_planned(self, direction: str) -> bool:
         """Whether a graph may run in another order: parts have something beside exchanges in both."""
-        return (direction == "backward" and self._dw) or (direction == "forward" and self._has_cut)
+        return (direction == "backward" and self._dw) or (
+            direction == "forward" and self._has_parts
+        )
 
     def _check_replicas(self, executor: GraphExecutor) -> None:
         """Compares replicated parameters over the ranks, in every `_CHECK_INTERVAL`-th backward run."""
@@ -283,15 +280,19 @@ class Backend:
                 ops = [_average(op, times) for op in executor.list_ops()]
                 kept = [[_read_tensor(values) for values in own] for _, _, own, _ in observed]
                 sums = self._describe_sums(executor, min(latency_s for *_, latency_s in observed))
+                cut = BatchCut() if self._cutter is None else self._cutter.cut
+                slack_bytes = self._memory_bytes
+                if slack_bytes is not None:
+                    slack_bytes -= cut.extra_bytes
                 plan = make_plan(
                     executor.name,
                     digest,
                     torch.__version__,
                     ops,
                     kept,
-                    self._memory_bytes,
+                    slack_bytes,
                     sums,
-                    keeps_order=not self._has_cut,
+                    cut=cut,
                 )
             text = plan.to_json()
         text = share_text(self._control, text)

@@ -40,19 +40,31 @@ def check_replicas(parameters: Mapping[str, Tensor], group: Group) -> None:
     )
 
 
-def find_difference(expected: Sequence[Any], outputs: Sequence[Any]) -> int | None:
-    """Position of the first output whose bits differ, None if all are equal; NaNs compare as bits."""
+def find_difference(
+    expected: Sequence[Any], outputs: Sequence[Any], num_roundings: int = 0
+) -> int | None:
+    """Position of the first output that differs, None if all are equal.
+
+    Args:
+        expected: tensors and other values.
+        outputs: as many.
+        num_roundings: how far floating-point tensors may differ, relative to their largest element, as
+            a multiple of their type's precision; 0: not in a bit, where NaNs compare as bits.
+    """
     for position, (one, other) in enumerate(zip(expected, outputs, strict=True)):
-        if not _equal(one, other):
+        if not _equal(one, other, num_roundings):
             return position
     return None
 
 
-def _equal(one: Any, other: Any) -> bool:
+def _equal(one: Any, other: Any, num_roundings: int) -> bool:
     if not isinstance(one, Tensor):
         return one == other
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
+    if num_roundings and one.is_floating_point() and one.numel():
+        bound = num_roundings * torch.finfo(one.dtype).eps * float(one.abs().max())
+        return float((one - other).abs().max()) <= bound
     return torch.equal(_bits(one), _bits(other))
 
 
