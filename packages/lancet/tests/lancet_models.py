@@ -158,13 +158,11 @@ class RowsModel(nn.Module):
     """Rows that travel between two linear layers, as those of experts do: captured in a second.
 
     Args:
-        group: ranks between which they travel, and over which gradients are averaged; None: they
-            stay.
+        group: ranks between which they travel; None: they stay.
     """
 
     def __init__(self, group: Group | None = None) -> None:
         from lancet.moe.dispatch import TokenDispatch
-        from lancet.moe.gradients import average_gradients
 
         super().__init__()
         torch.manual_seed(0)
@@ -172,7 +170,6 @@ class RowsModel(nn.Module):
         self.dispatch = None
         if group is not None:
             self.dispatch = TokenDispatch(group, 2, "rows")
-            average_gradients(self.parameters(), group)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """The loss of tokens [n, 16]."""
@@ -186,6 +183,18 @@ class RowsModel(nn.Module):
             ones = torch.ones_like(tokens[:, :1])
             hidden = self.dispatch.bring_back(rows.values.relu(), rows, ones)
         return self.last(hidden).square().mean()
+
+
+def divide(kind: type[SmallModel] | type[RowsModel], group: Group) -> nn.Module:
+    """A model over the ranks of a group, whose gradients are those of the mean of their losses."""
+    import lancet
+    from lancet.moe.gradients import average_gradients
+
+    if issubclass(kind, SmallModel):
+        return lancet.parallelize(kind(), group)
+    model = kind(group)
+    average_gradients(model.parameters(), group)
+    return model
 
 
 def small_batch(rank: int, num_tokens: int = 12) -> Tensor:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from lancet_models import SmallModel, small_batch
+from lancet_models import RowsModel, SmallModel, divide, small_batch
 from torch import fx, nn
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -159,16 +159,24 @@ def test_sums_of_integers_and_of_data_s_shape_run_alone():
     assert list(list_sum_dtypes(graph, "ranks")) == ["all_reduce_default_3"]
 
 
-class _Model(SmallModel):
+class _Shared(nn.Module):
     """Has a parameter without a gradient, and two that share theirs."""
 
-    def __init__(self):
-        super().__init__()
+    def __init__(self, *group):
+        super().__init__(*group)
         self.scale, self.one, self.other = (nn.Parameter(torch.ones(16)) for _ in range(3))
 
     def forward(self, tokens):
         penalty = (self.one + self.other).square().sum()
         return super().forward(tokens * self.scale.detach()) + penalty
+
+
+class _Rows(_Shared, RowsModel):
+    pass
+
+
+class _Experts(_Shared, SmallModel):
+    pass
 
 
 def _largest():
@@ -208,11 +216,11 @@ def test_torch_runs_all_reduces_that_are_no_sums(pool):
             assert [float(output.unique()) for output in outputs] == [3.0, 3.0, 1.0]
 
 
-def _train():
+def _train(kind):
     """By order: gradients of three steps, and what sums send; the plans, and what is not planned."""
     group = Group.world()
     torch._dynamo.reset()
-    model = lancet.parallelize(_Model(), group)
+    model = divide(kind, group)
     backend = lancet.Backend(group)
     step = torch.compile(model, backend=backend, fullgraph=True)
     step(small_batch(group.rank)).backward()
@@ -234,10 +242,13 @@ def _train():
     return results, backend.plans, backend.report().sentences
 
 
-def test_a_planned_step_sums_in_groups(pool):
-    for results, plans, sentences in pool.run(_train).results:
+@pytest.mark.parametrize(
+    ("kind", "num_gradients"), [(_Rows, 6), pytest.param(_Experts, 9, marks=pytest.mark.slow)]
+)
+def test_a_planned_step_sums_in_groups(pool, kind, num_gradients):
+    for results, plans, sentences in pool.run(_train, kind).results:
         (gradients, sums), (fused_gradients, fused_sums) = results.values()
-        assert len(gradients) == 3 * 9
+        assert len(gradients) == 3 * num_gradients
         assert all(map(torch.equal, gradients, fused_gradients))
         (plan,) = plans.values()
         assert sentences == ()

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from lancet_models import RowsModel, SmallModel, small_batch
+from lancet_models import RowsModel, SmallModel, divide, small_batch
 
 import lancet
 from lancet.graph.operations import Op
@@ -15,11 +15,10 @@ def step(kind, path):
     """The plan that a backend runs after a step with a plan's file loaded, and its sentences."""
     torch._dynamo.reset()
     group = Group.world()
-    model = RowsModel(group) if kind is RowsModel else lancet.parallelize(kind(), group)
     backend = lancet.Backend(group, partition=None)
     # Other ranks' files do not count.
     backend.load_plan(path if group.rank == 0 else "nowhere.json")
-    run = torch.compile(model, backend=backend, fullgraph=True)
+    run = torch.compile(divide(kind, group), backend=backend, fullgraph=True)
     run(small_batch(group.rank)).backward()
     backend.save_plan(f"{path}.new{group.rank}")
     (plan,) = backend.plans.values()

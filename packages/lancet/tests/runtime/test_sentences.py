@@ -8,6 +8,7 @@ import torch
 from lancet_models import (
     RowsModel,
     SmallModel,
+    divide,
     largest_difference,
     small_batch,
     whole_gradients,
@@ -40,12 +41,6 @@ def _compile(model, fullgraph=True, **settings):
     return torch.compile(model, backend=backend, fullgraph=fullgraph), backend
 
 
-def _divide(kind):
-    """A model whose rows travel between the ranks."""
-    group = Group.world()
-    return lancet.parallelize(kind(), group) if kind is SmallModel else kind(group)
-
-
 def _run_whole():
     model = RowsModel()
     step, backend = _compile(model)
@@ -69,10 +64,10 @@ class _InTwoGraphs(RowsModel):
 
 def _break():
     rank = Group.world().rank
-    step, _ = _compile(_divide(_InTwoGraphs))
+    step, _ = _compile(divide(_InTwoGraphs, Group.world()))
     with pytest.raises(torch._dynamo.exc.Unsupported, match=r"graph_break\(\)"):
         step(small_batch(rank))
-    model = _divide(_InTwoGraphs)
+    model = divide(_InTwoGraphs, Group.world())
     step, backend = _compile(model, fullgraph=False)
     step(small_batch(rank)).backward()
     return whole_gradients(model), backend.report()
@@ -95,7 +90,7 @@ def _shard():
     fully_shard(whole)
     with pytest.raises(ConfigError, match=r"got a DTensor .* neither FSDP2 nor transformers"):
         lancet.parallelize(whole, Group.world())
-    model = _divide(SmallModel)
+    model = divide(SmallModel, Group.world())
     fully_shard(model.last)
     step, _ = _compile(model)
     with pytest.raises(torch._dynamo.exc.Unsupported, match="_fully_shard"):
@@ -116,7 +111,7 @@ def test_a_model_that_fsdp2_wrapped_runs_unchanged(pool):
 
 def _run_other_shapes():
     rank = Group.world().rank
-    model = _divide(SmallModel)
+    model = divide(SmallModel, Group.world())
     step, backend = _compile(model)
     step(small_batch(rank, 12 + 4 * rank)).backward()
     return whole_gradients(model), backend.report()
@@ -148,7 +143,7 @@ def _plan_sums_last(name, digest, version, ops, tensors, memory_bytes, sums, **s
 def _follow(kind, first_alone):
     """A first step, then one in which a rank or both have a smaller batch."""
     rank = Group.world().rank
-    model = _divide(kind)
+    model = divide(kind, Group.world())
     step, backend = _compile(model)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(backend_module, "make_plan", _plan_sums_last)
@@ -267,7 +262,7 @@ def test_a_graph_that_draws_random_numbers_runs_in_captured_order(pool, tmp_path
 
 def _disagree():
     rank = Group.world().rank
-    step, _ = _compile(_divide(SmallModel))
+    step, _ = _compile(divide(SmallModel, Group.world()))
     share = backend_module.share_text
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(backend_module, "share_text", lambda *args: share(*args) + " " * rank)
