@@ -55,6 +55,25 @@ def test_a_model_without_all_to_alls_runs_unchanged(pool):
         assert any("no all-to-all" in sentence for sentence in sentences)
 
 
+def _freeze_others():
+    rank = Group.world().rank
+    model = divide(RowsModel, Group.world())
+    (model.inner, model.last)[rank].bias.requires_grad_(False)
+    step, _ = _compile(model)
+    loss = step(small_batch(rank))
+    with pytest.raises(ConfigError) as raised:
+        loss.backward()
+    return str(raised.value)
+
+
+def test_ranks_that_train_different_parameters_are_refused(pool):
+    """Both biases have 16 numbers, so that sums over ranks would mix them."""
+    for sentence in pool.run(_freeze_others).results:
+        assert re.search(
+            r"got one of \S*inner\S*bias\S* on the ranks \[1\] alone; freeze", sentence
+        )
+
+
 class _InTwoGraphs(RowsModel):
     def forward(self, tokens):
         halves = tokens / 2

@@ -228,15 +228,35 @@ class Backend:
         )
 
     def _check_replicas(self, executor: GraphExecutor) -> None:
-        """Compares replicated parameters over the ranks, in every `_CHECK_INTERVAL`-th backward run."""
+        """Compares replicated parameters over the ranks, in every `_CHECK_INTERVAL`-th backward run.
+
+        Before the first one, which of them have gradients.
+
+        Raises:
+            ConfigError: ranks have gradients of different parameters.
+        """
         if executor.captured.direction != "backward":
             return
         # Ranks may run different graphs in a step, but each runs as many.
         self._num_backwards += 1
+        if self._num_backwards == 1:
+            self._check_trained(executor)
         if self._num_backwards % _CHECK_INTERVAL == 0:
             start_s = time.perf_counter()
             check_replicas(executor.parameters(), self._control)
             self._check_s = time.perf_counter() - start_s
+
+    def _check_trained(self, executor: GraphExecutor) -> None:
+        # Sums over ranks go by their order: those of equal sizes would be mixed without an error.
+        own = sorted(name for name, _ in executor.captured.parameters.values())
+        names = [{*json.loads(text)} for text in share_texts(self._control, json.dumps(own))]
+        differing = sorted(set.union(*names) - set.intersection(*names))
+        if differing:
+            ranks = [rank for rank, own_names in enumerate(names) if differing[0] in own_names]
+            raise ConfigError(
+                f"expected gradients of the same parameters on all ranks, got one of {differing[0]} on the "
+                f"ranks {ranks} alone; freeze the same parameters on all ranks"
+            )
 
     def _follow(self, executor: GraphExecutor) -> LaunchOrder | None:
         """The order of a graph that is not the first of its direction, as of a last, smaller batch.
