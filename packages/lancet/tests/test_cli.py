@@ -59,7 +59,7 @@ def test_plan_plans_for_a_faster_network_and_writes_what_explain_reads(plan_file
         (["explain", "nowhere.json"], "nowhere.json: expected a plan, there is nothing"),
         (["plan", "FILE", "--network", "0"], "network: expected more than 0, got 0"),
         (["simulate", "FILE", "--communication", "-1"], "expected a factor of 0 or more"),
-        (["explain", "OTHER"], "expected a plan of format 2"),
+        (["explain", "OTHER"], "expected a plan of format 3"),
     ],
 )
 def test_mistakes_are_said_in_a_sentence(argv, sentence, plan_file, tmp_path, capsys):
@@ -72,8 +72,8 @@ def test_mistakes_are_said_in_a_sentence(argv, sentence, plan_file, tmp_path, ca
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"format": 0}, "expected a plan of format 2, got format 0; plan again with this version"),
-        ({"parts": 2}, "expected a plan with before_s, digest, .*, got .*parts"),
+        ({"format": 0}, "expected a plan of format 3, got format 0; plan again with this version"),
+        ({"parts": 2}, "expected a plan with before_s, cut, digest, .*, got .*parts"),
         ({"order": ["experts", "rows"]}, "an order of the plan's 4 operations, got 2 names"),
         ({"order": ["attention", "experts", "rows", "weights"]}, "'attention' follows 'rows'"),
         ({"ops": [{"name": "experts"}]}, "got values of other names or types.*'kind'"),
