@@ -74,6 +74,7 @@ EAGER_AT = 0.5
 """Ratio at which eager ways run too."""
 SIZES = Job()
 OURS, CAPTURED, AGAIN = "ours", "captured order", "captured order again"
+PARTS = "ours, in parts where they pay"
 OURS_EAGER, THEIRS_EAGER = "our exchange, eager", "transformers' exchange, eager"
 COMMAND = "hatch run bench lancet/step"
 
@@ -88,6 +89,7 @@ class Measured(NamedTuple):
     differences: dict[str, float]
     first_losses: dict[str, float]
     num_moved: int
+    parts: str
 
 
 def choose_width(job: Job, ratio: float, bytes_per_s: float) -> int:
@@ -123,7 +125,7 @@ def run(sizes: Job, ratio: float, bytes_per_s: float, num_turns: int) -> Measure
     job = set_width(sizes, choose_width(sizes, ratio, bytes_per_s))
     model = lancet.parallelize(build(job), group)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-4)
-    backend = lancet.Backend(group)
+    backend = lancet.Backend(group, partition=None)
     compiled = torch.compile(model, backend=backend, fullgraph=True)
     ways = {
         name: Step(compiled, model, optimizer, backend, order)
@@ -135,9 +137,10 @@ def run(sizes: Job, ratio: float, bytes_per_s: float, num_turns: int) -> Measure
             (OURS, "planned"),
         )
     }
+    ways[PARTS] = make_parts(job, group)
     batches = job.batches(group.rank)
     batch = next(batches)
-    first_losses = {OURS: ways[OURS].differentiate(batch)}
+    first_losses = {name: ways[name].differentiate(batch) for name in (OURS, PARTS)}
     add_rivals(backend)
     if ratio == EAGER_AT:
         ways[OURS_EAGER] = make_ours(model, optimizer)
@@ -155,7 +158,16 @@ def run(sizes: Job, ratio: float, bytes_per_s: float, num_turns: int) -> Measure
         {name: difference for name, (_, difference) in zip(own, compared, strict=True)},
         first_losses,
         sum(moved),
+        ways[PARTS].describe_batch(),
     )
+
+
+def make_parts(job: Job, group: Group) -> Step:
+    """A model of its own, whose batch is cut if costs say so."""
+    model = lancet.parallelize(build(job), group)
+    backend = lancet.Backend(group)
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    return Step(compiled, model, torch.optim.AdamW(model.parameters(), 1e-4), backend)
 
 
 class Outcome:
@@ -177,12 +189,15 @@ class Outcome:
     def is_right(self, name: str) -> bool:
         """Whether a way trained: it sent what the captured order sends, and has its gradients."""
         first = self.ranks[0]
+        losses = first.first_losses
+        has_loss = name not in losses or abs(losses[name] - losses[OURS]) < 1e-4
         if name == THEIRS_EAGER:
-            losses = first.first_losses
-            return abs(losses[name] - losses[OURS]) < 1e-4 and median(self.seconds[name]) > 0
+            return has_loss and median(self.seconds[name]) > 0
         sent = first.turns.sent_bytes
         # Routing differs a little from step to step, as weights do.
         close = abs(median(sent[name]) / max(median(sent[CAPTURED]), 1) - 1) < 0.05
+        if name == PARTS:
+            return has_loss and close
         is_exact = name == OURS_EAGER or all(rank.same_bits[name] for rank in self.ranks)
         is_near = all(rank.differences[name] < 1e-4 for rank in self.ranks)
         return close and is_exact and is_near and first.turns.losses[-1] < first.turns.losses[0]
@@ -202,7 +217,7 @@ class Outcome:
             f"{job.expert_width}, {job.num_sequences * job.num_tokens} tokens a rank; measured: operators "
             f"{costs.compute_s:.3f} s, optimizer {costs.optimizer_s:.3f} s, communication "
             f"{costs.communication_s:.3f} s, ratio {costs.ratio:.2f}; no order below {costs.limit_s:.3f} s; "
-            f"{self.ranks[0].num_moved} operations moved; seconds of {TURNS} turns, median and range: {steps}; "
+            f"{self.ranks[0].num_moved} operations moved; {self.ranks[0].parts}; seconds of {TURNS} turns, median and range: {steps}; "
             f"waited: {waits}"
         )
 
@@ -243,6 +258,15 @@ def bench_step(lab_pool, benchmark, record_claim, ratio):
                 correct=is_right and outcome.is_right(baseline), **figures, **common,
             ),
             aim=aims.get(baseline) if ratio == EAGER_AT else None,
+        )  # fmt: skip
+    for baseline in (CAPTURED, INDUCTOR, OURS):
+        figures = pair_turns(outcome.seconds[PARTS], outcome.seconds[baseline])
+        record_claim(
+            Claim(
+                name=f"training step in parts where they pay, 100 Mbit/s, {where}",
+                baseline_name=baseline, **figures, **common,
+                correct=is_right and outcome.is_right(PARTS) and outcome.is_right(baseline),
+            ),
         )  # fmt: skip
     for baseline, aim in ((CAPTURED, 2.5 if ratio <= EAGER_AT else None), (INDUCTOR, None)):
         figures = pair_turns(outcome.waits_s[OURS], outcome.waits_s[baseline])

@@ -181,6 +181,10 @@ class Step:
         """Seconds of the last step in which this rank waited for collectives."""
         return 0.0 if self.backend is None else self.backend.report().exposed_s
 
+    def describe_batch(self) -> str:
+        """What has become of the batch."""
+        return "" if self.backend is None else self.backend.report().batch
+
 
 class Turns(NamedTuple):
     """What one rank measured, by way and turn.
