@@ -12,6 +12,7 @@ import sys
 import time
 from dataclasses import replace
 from datetime import timedelta
+from itertools import islice
 from pathlib import Path
 from statistics import mean, median
 from typing import Any, NamedTuple
@@ -63,7 +64,7 @@ PEERS = [
         "why": "its own exchange cannot be captured; FSDP2 would send more",
     },
 ]
-RATE, TURNS = "100mbit", 9
+RATE, TURNS = "100mbit", 7
 WIDTHS, STEP = (256, 1024), 32
 """Widths of experts between which the right one is looked for, and the grid of widths."""
 EXCHANGES = 5
@@ -92,15 +93,28 @@ class Measured(NamedTuple):
     parts: str
 
 
-def choose_width(job: Job, ratio: float, bytes_per_s: float) -> int:
-    """The experts' width at which communication is `ratio` times as long as computation."""
+def choose_width(job: Job, ratio: float, bytes_per_s: float) -> tuple[int, float]:
+    """The experts' width at which communication is about `ratio` times as long as computation.
+
+    Returns:
+        The width, and seconds of computation that one of it takes.
+    """
     seconds = [time_alone(set_width(job, width)) for width in WIDTHS]
     slope = (seconds[1] - seconds[0]) / (WIDTHS[1] - WIDTHS[0])
     whole = [w.nbytes for name, w in build(job).named_parameters() if "experts" not in name]
     # Frames' headers take 66 of 1,514 bytes. A sum over two ranks has two rounds, an exchange one.
     sent_s = (job.exchange_bytes + sum(whole)) * 1514 / 1448 / bytes_per_s
     sent_s += measure_small_sum() * (len(whole) + EXCHANGES / 2 * job.num_layers)
-    width = WIDTHS[0] + (sent_s / ratio - seconds[0]) / slope
+    return round_width(WIDTHS[0] + (sent_s / ratio - seconds[0]) / slope), slope
+
+
+def correct_width(width: int, slope: float, costs: Costs, ratio: float) -> int:
+    """The width again, by what a captured step's operators took."""
+    missing_s = costs.communication_s / ratio - costs.compute_s - costs.optimizer_s
+    return round_width(width + missing_s / slope)
+
+
+def round_width(width: float) -> int:
     return max(STEP, STEP * round(width / STEP))
 
 
@@ -122,11 +136,18 @@ def measure_small_sum(num_calls: int = 9) -> float:
 def run(sizes: Job, ratio: float, bytes_per_s: float, num_turns: int) -> Measured:
     torch.set_num_threads(1)
     group = Group.world()
-    job = set_width(sizes, choose_width(sizes, ratio, bytes_per_s))
-    model = lancet.parallelize(build(job), group)
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-4)
-    backend = lancet.Backend(group, partition=None)
-    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    width, slope = choose_width(sizes, ratio, bytes_per_s)
+    step = compile_step(set_width(sizes, width), group, partition=None)
+    for batch in islice(sizes.batches(group.rank), 2):
+        step(batch)
+    assert step.backend is not None
+    width = correct_width(width, slope, measure_costs(step.backend, step.optimizer_s[-1]), ratio)
+    del step
+    torch._dynamo.reset()
+    job = set_width(sizes, width)
+    ours = compile_step(job, group, partition=None)
+    compiled, model, optimizer, backend = ours.run, ours.model, ours.optimizer, ours.backend
+    assert backend is not None
     ways = {
         name: Step(compiled, model, optimizer, backend, order)
         for name, order in (
@@ -137,7 +158,7 @@ def run(sizes: Job, ratio: float, bytes_per_s: float, num_turns: int) -> Measure
             (OURS, "planned"),
         )
     }
-    ways[PARTS] = make_parts(job, group)
+    ways[PARTS] = compile_step(job, group, partition="auto")
     batches = job.batches(group.rank)
     batch = next(batches)
     first_losses = {name: ways[name].differentiate(batch) for name in (OURS, PARTS)}
@@ -162,10 +183,10 @@ def run(sizes: Job, ratio: float, bytes_per_s: float, num_turns: int) -> Measure
     )
 
 
-def make_parts(job: Job, group: Group) -> Step:
-    """A model of its own, whose batch is cut if costs say so."""
+def compile_step(job: Job, group: Group, *, partition: str | None) -> Step:
+    """A model of its own, compiled and with an optimizer."""
     model = lancet.parallelize(build(job), group)
-    backend = lancet.Backend(group)
+    backend = lancet.Backend(group, partition=partition)
     compiled = torch.compile(model, backend=backend, fullgraph=True)
     return Step(compiled, model, torch.optim.AdamW(model.parameters(), 1e-4), backend)
 

@@ -5,7 +5,15 @@ from itertools import pairwise
 
 import pytest
 import torch
-from lancet_models import make_batch, make_model, whole_gradients
+from lancet_models import (
+    RowsModel,
+    divide,
+    largest_difference,
+    make_batch,
+    make_model,
+    small_batch,
+    whole_gradients,
+)
 
 import lancet
 from lancet.graph.operations import OpGraph
@@ -78,10 +86,30 @@ def test_parts_train_like_the_whole_batch(pool, dtype, tolerance):
     assert all(one == other for one, other in pairwise(r[4] for r in results))
 
 
+@pytest.mark.slow
 def test_a_step_in_parts_has_the_whole_steps_gradients(pool):
     for errors, _, counts, sentences, _ in pool.run(_compare, (2,), torch.float64).results:
         assert max(errors) < 1e-12
         assert counts == [6, 4]
+        assert sentences == ()
+
+
+def _cut_rows(partition):
+    torch._dynamo.reset()
+    model = divide(RowsModel, Group.world())
+    backend = lancet.Backend(Group.world(), partition=partition)
+    step = torch.compile(model, backend=backend, fullgraph=True)
+    step(small_batch(Group.world().rank)).backward()
+    return whole_gradients(model), _count_exchanges(backend), backend.report().sentences
+
+
+def test_rows_that_travel_in_parts_give_the_whole_batchs_gradients(pool):
+    whole, parts = (pool.run(_cut_rows, partition).results for partition in (None, 2))
+    for (expected, num_whole, _), (gradients, num_parts, sentences) in zip(
+        whole, parts, strict=True
+    ):
+        assert largest_difference(gradients, expected) < 1e-6
+        assert num_parts == [2 * number for number in num_whole]
         assert sentences == ()
 
 
