@@ -17,6 +17,7 @@ from lancet_models import (
 
 import lancet
 from lancet.graph.operations import OpGraph
+from lancet.moe.dispatch import mark_end, mark_start
 from lancet.planner.memory import LiveBytes
 from lancet.planner.plan import load_plans
 from lancet.runtime import cutting
@@ -94,9 +95,20 @@ def test_a_step_in_parts_has_the_whole_steps_gradients(pool):
         assert sentences == ()
 
 
+class _MarkedRows(RowsModel):
+    """Rows that travel as those of experts do, marked where they leave and come back."""
+
+    def forward(self, tokens):
+        ids = 3 * (tokens[:, :1] > 0).long()
+        hidden, ids, ones = mark_start(self.inner(tokens), ids, torch.ones_like(tokens[:, :1]))
+        rows = self.dispatch.send(hidden, ids)
+        hidden = mark_end(self.dispatch.bring_back(rows.values.relu(), rows, ones))
+        return self.last(hidden).square().mean()
+
+
 def _cut_rows(partition):
     torch._dynamo.reset()
-    model = divide(RowsModel, Group.world())
+    model = divide(_MarkedRows, Group.world())
     backend = lancet.Backend(Group.world(), partition=partition)
     step = torch.compile(model, backend=backend, fullgraph=True)
     step(small_batch(Group.world().rank)).backward()
