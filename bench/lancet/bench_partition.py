@@ -17,7 +17,8 @@ from lancet.graph.batch_axes import BatchAxes
 from lancet.graph.operations import Kind, Op
 from lancet.graph.parts import cut
 from lancet.moe.dispatch import mark_end, mark_start
-from lancet.planner.partition import BatchCut, PartCosts, choose_ranges
+from lancet.planner.batch_cut import BatchCut
+from lancet.planner.partition import PartCosts, choose_ranges
 from lancet.planner.plan import make_plan
 from shared.claims import Claim
 

@@ -62,7 +62,6 @@ FOREIGN = {
     "torch.distributed.checkpoint.state_dict_loader._load_state_dict_from_keys": "as Megatron loads",
     "torch.distributed.distributed_c10d._world": "names of process groups count those there are",
     "torch.distributed.tensor.placement_types._StridedShard": "the placement of FSDP2 over TP",
-    "torch.fx.experimental._config": "one symbol for each size that torch.compile traces",
     "torch.nn.modules.conv._ConvNd": "what torch's convolution layers have in common",
     "torch.ops.aten._convert_weight_to_int4pack": "the peer of a benchmark",
     "torch.ops.aten._convert_weight_to_int4pack_for_cpu": "the peer of a benchmark",

@@ -11,7 +11,8 @@ from torch import fx
 from lancet.graph.batch_axes import BatchAxes
 from lancet.graph.operations import Op
 from lancet.moe.dispatch import mark_end, mark_start
-from lancet.planner.partition import BatchCut, PartCosts, best_ranges, choose_ranges, merge_costs
+from lancet.planner.batch_cut import BatchCut
+from lancet.planner.partition import PartCosts, best_ranges, choose_ranges, merge_costs
 from lancet.planner.plan import Plan, load_plans, make_plan, save_plans
 from shared.errors import ConfigError, DataError
 

@@ -7,12 +7,11 @@ and each range's cost is that of its best number of parts. Seconds of parts are 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 from math import inf, isnan
 from statistics import mean
-from typing import Any
 
 from torch import fx
 
@@ -25,16 +24,12 @@ from shared.units import format_s
 
 __all__ = [
     "LEAST_GAIN",
-    "MAX_PARTS",
-    "BatchCut",
     "ChosenRanges",
     "PartCosts",
     "best_ranges",
     "choose_ranges",
     "merge_costs",
 ]
-
-MAX_PARTS = 8
 
 # Groups of operators between two layers of experts, as in the published code.
 _GROUPS_BETWEEN = 5
@@ -46,29 +41,6 @@ _MAX_GROUPS = 28
 _BACKWARD: dict[Kind, float] = {"compute": 2.0, "all_to_all": 1.0, "all_reduce": 1.0}
 # Share of the forward pass that parts must save: the replay is no better than that.
 LEAST_GAIN = 0.1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchCut:
-    """How a model's batch was cut before its graphs were captured.
-
-    Attributes:
-        digest: of the traced model and the shapes of its inputs; empty where nothing was chosen.
-        ranges: first, stop and number of parts of each, in order, as numbers of nodes; empty where the
-            batch stays whole.
-        extra_bytes: what parts may add to a rank's memory.
-    """
-
-    digest: str = ""
-    ranges: tuple[tuple[int, int, int], ...] = ()
-    extra_bytes: int = 0
-
-    @classmethod
-    def from_values(cls, values: Mapping[str, Any]) -> BatchCut:
-        """What `asdict` made values of, and JSON lists."""
-        ranges = tuple((first, stop, parts) for first, stop, parts in values.get("ranges", ()))
-        others = {name: value for name, value in values.items() if name != "ranges"}
-        return replace(cls(**others), ranges=ranges)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

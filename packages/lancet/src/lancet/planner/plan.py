@@ -15,11 +15,11 @@ from lancet.planner.all_reduces import (
     list_all_reduces_last,
     list_averages_last,
 )
+from lancet.planner.batch_cut import MAX_PARTS, BatchCut
 from lancet.planner.fusion import Fusion, fuse, replay_groups
 from lancet.planner.groups import contract_groups, expand_groups, fuse_tensors
 from lancet.planner.memory import KeptTensor, LiveBytes
 from lancet.planner.networks import scale_communication
-from lancet.planner.partition import MAX_PARTS, BatchCut
 from lancet.planner.weight_gradients import Reordering, schedule
 from lancet.simulator import simulate
 from shared.errors import ConfigError, DataError

@@ -24,9 +24,9 @@ from lancet.graph.capture import CapturedGraph, capture
 from lancet.graph.fused_sums import list_sum_dtypes
 from lancet.graph.operations import LaunchOrder, Op
 from lancet.graph.rewrite import collectives, is_repeatable
+from lancet.planner.batch_cut import MAX_PARTS, BatchCut
 from lancet.planner.memory import KeptTensor
 from lancet.planner.other_shapes import follow_plan
-from lancet.planner.partition import MAX_PARTS, BatchCut
 from lancet.planner.plan import Plan, Sums, load_plans, make_plan, save_plans
 from lancet.report import GraphReport, StepReport
 from lancet.runtime.agreement import check_same, share_text, share_texts

@@ -27,9 +27,9 @@ from lancet.graph.batch_axes import (
 )
 from lancet.graph.capture import digest_lines
 from lancet.graph.parts import cut
+from lancet.planner.batch_cut import BatchCut
 from lancet.planner.partition import (
     LEAST_GAIN,
-    BatchCut,
     ChosenRanges,
     PartCosts,
     choose_ranges,
