@@ -9,9 +9,12 @@ from diffusionpipe.runtime.records import RunReport, StepTimes
 from shared.claims import faults, read_demo
 
 
-def make_report(filled_s=0.1):
+def make_report(filled_s=0.1, waited_s=0.1):
     steps = tuple(
-        tuple(StepTimes(step, 0.0, filled_s=filled_s * rank) for step in range(4))
+        tuple(
+            StepTimes(step, 0.0, filled_s=filled_s * rank, waited_s=waited_s * (step + rank))
+            for step in range(4)
+        )
         for rank in (0, 1)
     )
     return RunReport(steps=steps, edges={}, predicted_s=0.0, predicted_edges={})
@@ -23,7 +26,7 @@ def test_the_demo_reports_acceptable_claims_and_a_picture(tmp_path, capsys):
     assert demo.run(tmp_path, is_full=False)
     result = read_demo(tmp_path)
     assert faults(result) == []
-    assert len(result.claims) == 2
+    assert len(result.claims) == 3
     assert "<svg" in result.pictures()[0].read_text()
     assert capsys.readouterr().err.count("diffusionpipe: ") >= len(result.claims)
 
@@ -56,6 +59,15 @@ def test_a_run_that_does_nothing_is_not_right():
     assert not demo.judge_training(turns(filled_losses=same, first_losses=same)).correct
     for reports in ((make_report(0), make_report()), (make_report(), make_report(0))):
         assert not demo.judge_training(turns(reports=reports)).correct
+
+
+def test_waits_are_the_sum_of_both_ranks_in_each_step_but_the_first():
+    claim = demo.judge_waits(turns(reports=(make_report(), make_report(waited_s=0.3))))
+    assert (claim.ours, claim.baseline) == pytest.approx((0.5, 1.5))
+    assert claim.ratio == pytest.approx(3)
+    assert claim.correct
+    assert not demo.judge_waits(turns(first_losses=[0.5, 0.4, 0.31, 0.2])).correct
+    assert not demo.judge_waits(turns(reports=(make_report(waited_s=0), make_report()))).correct
 
 
 def test_sleeping_devices_are_right_if_no_step_is_shorter_than_planned():

@@ -27,7 +27,14 @@ if TYPE_CHECKING:
     from diffusionpipe.profiler.job_profile import JobProfile
     from diffusionpipe.runtime.records import RunReport
 
-__all__ = ["TrainedTurns", "judge_simulation", "judge_sleeping", "judge_training", "run"]
+__all__ = [
+    "TrainedTurns",
+    "judge_simulation",
+    "judge_sleeping",
+    "judge_training",
+    "judge_waits",
+    "run",
+]
 
 _SOURCE = "diffusionpipe demo"
 _BATCH, _MICRO_BATCHES, _IMAGE_SIZE, _CHANNELS = 8, 2, 32, (32, 32)
@@ -84,7 +91,7 @@ def run(out: Path, *, is_full: bool) -> bool:
             status.update("diffusionpipe: two ranks train, frozen parts first and filled in turns")
             turns = 15 if is_full else 5
             trained = pool.run(train_in_turns, turns, timeout=timedelta(minutes=10)).results[0]
-        claims = [judge_training(trained), simulation.result()]
+        claims = [judge_training(trained), judge_waits(trained), simulation.result()]
         data = {"filled_s": trained.filled_s, "first_s": trained.first_s}
         if is_full:
             status.update(f"diffusionpipe: {_DEVICES} sleeping devices, first and filled in turns")
@@ -227,7 +234,36 @@ def read_seconds(report: RunReport) -> list[float]:
 
 
 def judge_training(turns: TrainedTurns) -> Claim:
-    """Seconds of a step on real ranks; right if losses are one process' and each step encodes."""
+    """Seconds of a step on real ranks; right if `check_training` says so."""
+    predicted = [report.predicted_s for report in turns.reports]
+    return Claim(
+        name="a training step of a pipeline of two ranks", unit="s",
+        **pair_turns(turns.filled_s, turns.first_s),
+        baseline_name="the same plan, frozen parts first", correct=check_training(turns),
+        detail=f"digits with captions, MiniLM, a VAE and a U-Net; batch {_BATCH} in {_MICRO_BATCHES} "
+        f"micro-batches; losses are one process' to 1e-4; predicted {predicted[0]:.3g} and "
+        f"{predicted[1]:.3g} s",
+        source=_SOURCE,
+    )  # fmt: skip
+
+
+def judge_waits(turns: TrainedTurns) -> Claim:
+    """Seconds in which the ranks of these steps wait for messages; right if the steps are."""
+    filled_s, first_s = (
+        [sum(step.waited_s for step in ranks) for ranks in zip(*report.steps, strict=True)][1:]
+        for report in turns.reports
+    )
+    return Claim(
+        name="waits of both ranks in such a step", unit="s", **pair_turns(filled_s, first_s),
+        baseline_name="the same plan, frozen parts first",
+        correct=check_training(turns) and min(filled_s) > 0,
+        detail="the sum of what each rank waits for the other's messages; the steps of the claim above",
+        source=_SOURCE,
+    )  # fmt: skip
+
+
+def check_training(turns: TrainedTurns) -> bool:
+    """Whether losses are one process' and each step encodes the next batch."""
     references = [
         *zip(turns.filled_losses, turns.reference_losses, strict=False),
         *zip(turns.first_losses, turns.filled_losses, strict=True),
@@ -239,16 +275,7 @@ def judge_training(turns: TrainedTurns) -> Claim:
         for report in turns.reports
         for step in range(len(turns.filled_losses))
     )
-    predicted = [report.predicted_s for report in turns.reports]
-    return Claim(
-        name="a training step of a pipeline of two ranks", unit="s",
-        **pair_turns(turns.filled_s, turns.first_s),
-        baseline_name="the same plan, frozen parts first", correct=are_alike and has_encoded,
-        detail=f"digits with captions, MiniLM, a VAE and a U-Net; batch {_BATCH} in {_MICRO_BATCHES} "
-        f"micro-batches; losses are one process' to 1e-4; predicted {predicted[0]:.3g} and "
-        f"{predicted[1]:.3g} s",
-        source=_SOURCE,
-    )  # fmt: skip
+    return are_alike and has_encoded
 
 
 def judge_sleeping(
