@@ -1,7 +1,8 @@
 """A whole training step on two hosts at 100 Mbit/s: orders of one capture in turns, and eager expert parallelism.
 
-Two ranks, a core each; a Qwen3-MoE of four layers over Bible text, AdamW. Experts are made as wide as
-gives communication / computation of about 0.3, 0.5 and 1.0. All orders run the same captured
+Two ranks, a core each; a Qwen3-MoE of four layers over Bible text, AdamW, its experts divided so that both
+ranks get about as many rows. Experts are made as wide as gives communication / computation of about 0.3,
+0.5 and 1.0. All orders run the same captured
 graphs, exchange and weights, and are made of the same measured times: the captured one; starts of
 communication hoisted and waits sunk; Inductor's overlap pass; ours. A step is the slower rank's, a barrier
 before each; the captured order also runs against itself. Exposed seconds are those that ranks waited for

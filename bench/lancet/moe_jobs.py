@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import combinations, islice
 from statistics import mean, median
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ __all__ = [
     "Step",
     "Turns",
     "add_rivals",
+    "balance_ranks",
     "build",
     "collect",
     "compare_gradients",
@@ -42,7 +43,11 @@ HOISTED, INDUCTOR = "starts hoisted, waits sunk", "Inductor's overlap pass"
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A Qwen3-MoE over bytes and the batches of a rank."""
+    """A Qwen3-MoE over bytes and the batches of a rank.
+
+    Attributes:
+        is_balanced: whether the experts of two ranks get about as many rows.
+    """
 
     hidden_size: int = 256
     num_layers: int = 4
@@ -50,6 +55,7 @@ class Job:
     expert_width: int = 768
     num_sequences: int = 4
     num_tokens: int = 128
+    is_balanced: bool = True
 
     @property
     def exchange_bytes(self) -> float:
@@ -69,7 +75,43 @@ def build(job: Job) -> nn.Module:
         num_experts=job.num_experts,
         expert_width=job.expert_width,
     )
-    return spread_routers(model)
+    spread_routers(model)
+    if job.is_balanced:
+        balance_ranks(model, job)
+    return model
+
+
+def balance_ranks(model: nn.Module, job: Job) -> None:
+    """Reorders routers' rows, so that two ranks' experts get equal shares of the first batches.
+
+    Training balances routers; those just drawn send most rows to one rank.
+    """
+    batches = [next(iter(job.batches(rank))) for rank in range(2)]
+    half = job.num_experts // 2
+    for name, gate in model.named_modules():
+        if not name.endswith("mlp.gate"):
+            continue
+        counts = count_choices(model, gate, batches)
+        shares = counts / counts.sum(1, keepdim=True) - 0.5 / half
+        first = min(
+            combinations(range(job.num_experts), half),
+            key=lambda experts, shares=shares: float(shares[:, list(experts)].sum(1).abs().max()),
+        )
+        others = [expert for expert in range(job.num_experts) if expert not in first]
+        weight: Any = gate.weight
+        weight.data = weight.data[[*first, *others]]
+
+
+def count_choices(model: nn.Module, gate: Any, batches: Sequence[Mapping[str, Tensor]]) -> Tensor:
+    """How many tokens of each batch choose each expert of a router [batches, experts]."""
+    rows: list[Tensor] = []
+    hook = gate.register_forward_pre_hook(lambda _, given: rows.append(given[0].flatten(0, -2)))
+    with torch.no_grad():
+        for batch in batches:
+            model(**batch)
+        chosen = [(own @ gate.weight.T).topk(gate.top_k).indices.flatten() for own in rows]
+    hook.remove()
+    return torch.stack([own.bincount(minlength=len(gate.weight)) for own in chosen])
 
 
 def spread_routers(model: nn.Module) -> nn.Module:

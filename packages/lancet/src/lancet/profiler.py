@@ -7,7 +7,7 @@ that it cuts.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from lancet.graph.batch_axes import BatchAxes
 from lancet.graph.operations import Kind
 from lancet.planner.memory import KeptTensor
 from lancet.planner.partition import PartCosts
-from shared.comms import Group, start_exchange
+from shared.comms import Group, barrier, start_exchange
 
 __all__ = ["GraphProfile", "profile", "time_parts"]
 
@@ -33,7 +33,8 @@ class GraphProfile:
     """What a run of a graph has shown.
 
     Attributes:
-        time_s: seconds by node; a collective's from its start to its end, with nothing beside it.
+        time_s: seconds by node; a collective's from its start on all ranks to its end on this one, with
+            nothing beside it.
         tensors: memory that the graph's inputs and operators allocate.
     """
 
@@ -41,12 +42,16 @@ class GraphProfile:
     tensors: list[KeptTensor]
 
 
-def profile(module: fx.GraphModule, arguments: list[Any]) -> tuple[Any, GraphProfile]:
-    """Runs a graph and observes its nodes.
+def profile(
+    module: fx.GraphModule, arguments: list[Any], group: Group, starts: Container[str]
+) -> tuple[Any, GraphProfile]:
+    """Runs a graph and observes its nodes; all ranks of the group call this.
 
     Args:
         module: the graph, in which starts of collectives return what has a `wait`.
         arguments: its inputs; the list is emptied.
+        group: ranks that run the graph.
+        starts: names of the nodes that start its collectives.
 
     Returns:
         The graph's outputs and the profile.
@@ -54,7 +59,7 @@ def profile(module: fx.GraphModule, arguments: list[Any]) -> tuple[Any, GraphPro
     Raises:
         CommError: a rank died or the timeout passed.
     """
-    observer = _Observer(module)
+    observer = _Observer(module, group, starts)
     values = list(arguments)
     arguments.clear()
     with torch.no_grad():
@@ -144,6 +149,8 @@ class _NodeTimer(fx.Interpreter):
         return packet is _EXCHANGE and node.args[-1] == self._group.checked().group_name
 
     def run_node(self, n: fx.Node) -> Any:
+        if self.is_exchange(n):
+            barrier(self._group)
         start_s = _now_s()
         if self.is_exchange(n):
             rows, recvs, sends, _ = self.fetch_args_kwargs_from_env(n)[0]
@@ -162,26 +169,28 @@ class _NodeTimer(fx.Interpreter):
 
 
 class _Observer(fx.Interpreter):
-    def __init__(self, module: fx.GraphModule) -> None:
+    def __init__(self, module: fx.GraphModule, group: Group, starts: Container[str]) -> None:
         super().__init__(module)
+        self._group, self._starts = group, starts
         self.time_s: dict[str, float] = {}
         self._tensors: list[KeptTensor] = []
         self._readers: list[list[str]] = []
         # By node, the memory that its result lies in: number of the tensor by its address.
         self._memory: dict[fx.Node, dict[int, int]] = {}
-        self._starts: set[fx.Node] = set()
 
     def run_node(self, n: fx.Node) -> Any:
         if n.op == "output":
             for number in self._read(n).values():
                 self._tensors[number] = replace(self._tensors[number], is_kept=True)
             return super().run_node(n)
+        if n.name in self._starts:
+            # A rank that comes late finds the others' rows received, and would wait too short a time.
+            barrier(self._group)
         start_s = _now_s()
         result = super().run_node(n)
         value = result
         if _is_pending(result):
             value = result[-1].wait()
-            self._starts.add(n)
         self.time_s[n.name] = _now_s() - start_s
         self._record(n, value)
         return result
@@ -201,7 +210,7 @@ class _Observer(fx.Interpreter):
         memory = self._read(n)
         is_op = n.op not in ("placeholder", "get_attr")
         # A wait is no operation: it returns memory of the collective.
-        if is_op and not self._starts.intersection(n.all_input_nodes):
+        if is_op and not any(other.name in self._starts for other in n.all_input_nodes):
             for number in memory.values():
                 self._readers[number].append(n.name)
         self._memory[n] = {}

@@ -1,5 +1,7 @@
 """An executor runs the order that is chosen by name, and the captured one where a graph has no such order."""
 
+import time
+
 import torch
 from torch import fx
 
@@ -10,10 +12,13 @@ from shared.comms import Group
 
 _collectives = torch.ops._c10d_functional
 _launched: list[str] = []
+_late_s = 0.0
 
 
 def _double(rows, name):
     _launched.append(name)
+    if name == "early":
+        time.sleep(_late_s)
     return 2 * rows
 
 
@@ -66,3 +71,23 @@ def test_orders_run_by_name(pool):
         received = [4 * (10.0 * (rank + 1) + sender) for sender in range(2)]
         kept = [2 * (10.0 + rank), 2 * (20.0 + rank)]
         assert all(outputs == [received, kept] for _, outputs in runs)
+
+
+def _time_exchange(late_s):
+    global _late_s
+    group = Group.world()
+    executor = GraphExecutor(
+        _capture(group), group, "graph", lambda _: None, lambda _: None, None, lambda *_: True
+    )
+    _late_s = late_s[group.rank]
+    try:
+        executor.run([torch.tensor([10.0, 20.0])])
+    finally:
+        _late_s = 0.0
+    return executor.time_s
+
+
+def test_an_exchange_is_timed_from_its_start_on_the_last_rank(pool):
+    punctual, late = pool.run(_time_exchange, [0.0, 0.5]).results
+    assert late["early"] >= 0.5 > punctual["early"]
+    assert 0 < punctual["exchange"] < 0.25

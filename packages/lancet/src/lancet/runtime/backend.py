@@ -377,10 +377,6 @@ def _read_tensor(values: dict[str, Any]) -> KeptTensor:
 
 
 def _average(op: Op, times: Sequence[dict[str, float]]) -> Op:
-    """The operation with its seconds over all ranks.
-
-    A collective ends for all when the last rank has started it: the least of its times is that
-    without waiting for others.
-    """
+    """The operation with its seconds over all ranks; a collective ends when it has on the last one."""
     seconds = [rank_times[op.name] for rank_times in times]
-    return replace(op, time_s=mean(seconds) if op.kind == "compute" else min(seconds))
+    return replace(op, time_s=mean(seconds) if op.kind == "compute" else max(seconds))

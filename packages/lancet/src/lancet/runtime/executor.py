@@ -16,10 +16,10 @@ from torch.fx.graph import _BoxedCodeGen
 from lancet.graph.capture import CapturedGraph
 from lancet.graph.fused_sums import fuse_sums
 from lancet.graph.operations import LaunchOrder, Op
-from lancet.graph.rewrite import list_ops, reorder
+from lancet.graph.rewrite import collectives, list_ops, reorder
 from lancet.moe.gradients import mark_averaged
 from lancet.planner.memory import KeptTensor
-from lancet.profiler import profile
+from lancet.profiler import GraphProfile, profile
 from lancet.runtime.exchange import Communication
 from lancet.runtime.verification import find_difference
 from shared.comms import Group
@@ -138,11 +138,11 @@ class GraphExecutor:
             return self._run_order(arguments)
         choose_order = self._choose_order
         if choose_order is None:
-            outputs, observed = profile(self._node_by_node, arguments)
+            outputs, observed = self._profile(arguments)
             self.time_s = observed.time_s
             return outputs
         for _ in range(2):
-            _, observed = profile(self._node_by_node, list(arguments))
+            _, observed = self._profile(list(arguments))
             self.tensors = observed.tensors
             self.time_s = {
                 name: min(seconds, self.time_s.get(name, seconds))
@@ -160,6 +160,10 @@ class GraphExecutor:
         if self._accept(self, find_difference(outputs, self._call(planned, arguments))):
             self._orders[PLANNED] = planned
         return outputs
+
+    def _profile(self, arguments: list[Any]) -> tuple[Any, GraphProfile]:
+        starts = collectives(self.captured.module.graph, self._group_name)
+        return profile(self._node_by_node, arguments, self._group, {start.name for start in starts})
 
     def _build(self, order: LaunchOrder | None, *, boxed: bool = True) -> fx.GraphModule:
         module = self.captured.module
