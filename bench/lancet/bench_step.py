@@ -2,18 +2,15 @@
 
 Two ranks, a core each; a Qwen3-MoE of four layers over Bible text, AdamW, its experts divided so that both
 ranks get about as many rows. Experts are made as wide as gives communication / computation of about 0.3,
-0.5 and 1.0. All orders run the same captured
-graphs, exchange and weights, and are made of the same measured times: the captured one; starts of
-communication hoisted and waits sunk; Inductor's overlap pass; ours. A step is the slower rank's, a barrier
-before each; the captured order also runs against itself. Exposed seconds are those that ranks waited for
-collectives, their mean. No order takes less than the larger of computation and communication.
+0.5 and 1.0. All orders run the same captured graphs, exchange and weights, and are made of the same measured
+times: the captured one; starts of communication hoisted and waits sunk; Inductor's overlap pass; ours. A step
+is the slower rank's, a barrier before each; the captured order also runs against itself. Exposed seconds are
+those that ranks waited for collectives, their mean. No order takes less than the larger of computation and
+communication.
 """
 
 import sys
-import time
-from dataclasses import replace
 from datetime import timedelta
-from itertools import islice
 from pathlib import Path
 from statistics import mean, median
 from typing import Any, NamedTuple
@@ -21,16 +18,14 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-import lancet
-from lancet.runtime.reduction import PendingSum
 from shared.claims import Claim, pair_turns
-from shared.comms import Group, NetLab, barrier, netlab
+from shared.comms import Group, NetLab, netlab
 from shared.comms.handicap import handicap
 
 # What lies beside a benchmark is no module of a package.
 sys.path.insert(0, str(Path(__file__).parent))
 
-from eager_ways import make_ours, make_transformers, time_alone
+from eager_ways import make_ours, make_transformers
 from moe_jobs import (
     HOISTED,
     INDUCTOR,
@@ -39,13 +34,12 @@ from moe_jobs import (
     Step,
     Turns,
     add_rivals,
-    build,
-    collect,
     compare_gradients,
     measure_costs,
     take_turns,
     typical,
 )
+from widths import compile_step, find_job
 
 pytestmark = [
     pytest.mark.netns,
@@ -66,10 +60,6 @@ PEERS = [
     },
 ]
 RATE, TURNS = "100mbit", 7
-WIDTHS, STEP = (256, 1024), 32
-"""Widths of experts between which the right one is looked for, and the grid of widths."""
-EXCHANGES = 5
-"""Of a layer: numbers of rows, tokens, results, and the gradients of both."""
 RATIO_ERROR = 0.3
 """Most by which the measured ratio may miss the one asked for."""
 EAGER_AT = 0.5
@@ -94,58 +84,10 @@ class Measured(NamedTuple):
     parts: str
 
 
-def choose_width(job: Job, ratio: float, bytes_per_s: float) -> tuple[int, float]:
-    """The experts' width at which communication is about `ratio` times as long as computation.
-
-    Returns:
-        The width, and seconds of computation that one of it takes.
-    """
-    seconds = [time_alone(set_width(job, width)) for width in WIDTHS]
-    slope = (seconds[1] - seconds[0]) / (WIDTHS[1] - WIDTHS[0])
-    whole = [w.nbytes for name, w in build(job).named_parameters() if "experts" not in name]
-    # Frames' headers take 66 of 1,514 bytes. A sum over two ranks has two rounds, an exchange one.
-    sent_s = (job.exchange_bytes + sum(whole)) * 1514 / 1448 / bytes_per_s
-    sent_s += measure_small_sum() * (len(whole) + EXCHANGES / 2 * job.num_layers)
-    return round_width(WIDTHS[0] + (sent_s / ratio - seconds[0]) / slope), slope
-
-
-def correct_width(width: int, slope: float, costs: Costs, ratio: float) -> int:
-    """The width again, by what a captured step's operators took."""
-    missing_s = costs.communication_s / ratio - costs.compute_s - costs.optimizer_s
-    return round_width(width + missing_s / slope)
-
-
-def round_width(width: float) -> int:
-    return max(STEP, STEP * round(width / STEP))
-
-
-def set_width(job: Job, width: int) -> Job:
-    return replace(job, expert_width=width)
-
-
-def measure_small_sum(num_calls: int = 9) -> float:
-    """Seconds of a sum of one number over the ranks, the slower rank's."""
-    group, seconds = Group.world(), []
-    for _ in range(num_calls):
-        barrier(group)
-        began = time.perf_counter()
-        PendingSum(group, torch.zeros(1), "probe").wait()
-        seconds.append(time.perf_counter() - began)
-    return max(collect(median(seconds)))
-
-
 def run(sizes: Job, ratio: float, bytes_per_s: float, num_turns: int) -> Measured:
     torch.set_num_threads(1)
     group = Group.world()
-    width, slope = choose_width(sizes, ratio, bytes_per_s)
-    step = compile_step(set_width(sizes, width), group, partition=None)
-    for batch in islice(sizes.batches(group.rank), 2):
-        step(batch)
-    assert step.backend is not None
-    width = correct_width(width, slope, measure_costs(step.backend, step.optimizer_s[-1]), ratio)
-    del step
-    torch._dynamo.reset()
-    job = set_width(sizes, width)
+    job = find_job(sizes, ratio, bytes_per_s)
     ours = compile_step(job, group, partition=None)
     compiled, model, optimizer, backend = ours.run, ours.model, ours.optimizer, ours.backend
     assert backend is not None
@@ -182,14 +124,6 @@ def run(sizes: Job, ratio: float, bytes_per_s: float, num_turns: int) -> Measure
         sum(moved),
         ways[PARTS].describe_batch(),
     )
-
-
-def compile_step(job: Job, group: Group, *, partition: str | None) -> Step:
-    """A model of its own, compiled and with an optimizer."""
-    model = lancet.parallelize(build(job), group)
-    backend = lancet.Backend(group, partition=partition)
-    compiled = torch.compile(model, backend=backend, fullgraph=True)
-    return Step(compiled, model, torch.optim.AdamW(model.parameters(), 1e-4), backend)
 
 
 class Outcome:
