@@ -37,10 +37,10 @@ def find_job(sizes: Job, ratio: float, bytes_per_s: float) -> Job:
     return set_width(sizes, width)
 
 
-def compile_step(job: Job, group: Group, *, partition: str | int | None) -> Step:
+def compile_step(job: Job, group: Group, *, partition: str | int | None, dw: bool = True) -> Step:
     """A model of its own, compiled and with an optimizer."""
     model = lancet.parallelize(build(job), group)
-    backend = lancet.Backend(group, partition=partition)
+    backend = lancet.Backend(group, dw=dw, partition=partition)
     compiled = torch.compile(model, backend=backend, fullgraph=True)
     return Step(compiled, model, torch.optim.AdamW(model.parameters(), 1e-4), backend)
 

@@ -45,6 +45,20 @@ def test_arguments_are_refused_in_a_sentence(pool):
     pool.run(_refuse, {"partition": "all"}, "partition: expected .* got 'all'")
 
 
+def _warn_of_torch(version):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "__version__", version)
+        return lancet.Backend(Group.world()).report().sentences
+
+
+def test_a_torch_that_was_not_tested_is_named(pool):
+    for (sentence,) in pool.run(_warn_of_torch, "2.130.1").results:
+        assert sentence.startswith(
+            "expected torch 2.13.x, with which lancet is tested, got 2.130.1"
+        )
+    assert pool.run(_warn_of_torch, torch.__version__).results == [(), ()]
+
+
 def _kill(is_compiled):
     torch._dynamo.reset()
     group = Group.world()

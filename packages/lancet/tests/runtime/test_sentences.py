@@ -146,6 +146,30 @@ def test_ranks_with_different_graphs_run_in_captured_order(pool):
         assert all(graph.plan is None for graph in report.graphs)
 
 
+def _plan_slowly(*arguments, memory_bytes, **settings):
+    """A plan that takes 10 s, and 2 s more within a limit."""
+    plan = make_plan(*arguments, memory_bytes=memory_bytes, **settings)
+    return replace(plan, makespan_s=10.0 if memory_bytes is None else 12.0)
+
+
+def _run_within(memory_bytes):
+    model = divide(RowsModel, Group.world())
+    step, backend = _compile(model, memory_bytes=memory_bytes)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backend_module, "make_plan", _plan_slowly)
+        step(small_batch(Group.world().rank)).backward()
+    return backend.report().sentences
+
+
+def test_what_a_memory_limit_costs_is_said_by_the_rank_that_plans(pool):
+    (sentence,), others = pool.run(_run_within, 0).results
+    assert others == ()
+    assert sentence.endswith(
+        "memory_bytes is 0: 12.0 s replayed in place of 10.0 s without a limit"
+    )
+    assert pool.run(_run_within, None).results == [(), ()]
+
+
 def _plan_sums_last(name, digest, version, ops, tensors, memory_bytes, sums, **settings):
     """A plan with all sums last, and half of them in a group."""
     plan = make_plan(name, digest, version, ops, tensors, memory_bytes, **settings)

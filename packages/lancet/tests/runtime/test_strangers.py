@@ -117,5 +117,7 @@ def test_compiled_gradients_are_those_of_the_mean_loss(pool, case, tolerance):
     largest = max(gradient.abs().max().item() for gradient in expected.values())
     for gradients, sentences, are_planned in pool.run(_compile, case).results:
         assert largest_difference(gradients, expected) < tolerance * max(largest, 1.0)
-        assert sentences == ()
+        # Rank 0 may say what the limit costs.
+        assert case == "no memory" or not sentences
+        assert all("memory_bytes is 0" in sentence for sentence in sentences)
         assert any(are_planned)

@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -35,12 +36,15 @@ from lancet.runtime.executor import PLANNED, GraphExecutor
 from lancet.runtime.verification import check_replicas
 from shared.comms import Group
 from shared.errors import ConfigError
+from shared.units import format_s
 
 __all__ = ["Backend"]
 
 _log = logging.getLogger(__name__)
 # Steps from one comparison of replicated parameters over the ranks to the next.
 _CHECK_INTERVAL = 100
+# Of torch, whose internals the capture of graphs uses.
+_TESTED_RELEASE = "2.13."
 
 
 class Backend:
@@ -95,6 +99,11 @@ class Backend:
         self._warnings: list[str] = []
         self._order_name = PLANNED
         self._num_backwards, self._check_s = 0, 0.0
+        if not torch.__version__.startswith(_TESTED_RELEASE):
+            self._warn(
+                f"expected torch {_TESTED_RELEASE}x, with which lancet is tested, got {torch.__version__}; "
+                f"check that losses are those of the uncompiled model"
+            )
 
     def backend_ctx_ctor(self) -> contextlib.AbstractContextManager[Any]:
         """What torch.compile enters around each call: sizes of exchanges are data, and are captured."""
@@ -264,9 +273,10 @@ class Backend:
         Other ranks may run the planned graph meanwhile, so nothing is shared with them.
         """
         direction = executor.captured.direction
-        if direction != "backward" and not self._is_planned(direction):
-            return None
-        first = self._first.setdefault(direction, executor)
+        # A forward pass of inference comes before or between those that are planned.
+        is_planned = direction == "backward" or self._is_planned(direction)
+        key = direction if is_planned else f"{direction} in captured order"
+        first = self._first.setdefault(key, executor)
         if first is executor:
             return None
         ops = executor.list_ops()
@@ -304,21 +314,26 @@ class Backend:
                 slack_bytes = self._memory_bytes
                 if slack_bytes is not None:
                     slack_bytes -= cut.extra_bytes
-                plan = make_plan(
-                    executor.name,
-                    digest,
-                    torch.__version__,
-                    ops,
-                    kept,
-                    slack_bytes,
-                    sums,
-                    cut=cut,
+                name, version = executor.name, torch.__version__
+                plan_within = partial(
+                    make_plan, name, digest, version, ops, kept, sums=sums, cut=cut
                 )
+                plan = plan_within(memory_bytes=slack_bytes)
+                if slack_bytes is not None:
+                    self._say_what_limit_costs(plan, plan_within(memory_bytes=None))
             text = plan.to_json()
         text = share_text(self._control, text)
         check_same(self._control, f"plan of {executor.name}", text)
         self._plans[executor.name] = text
         return Plan.from_json(text).launches
+
+    def _say_what_limit_costs(self, plan: Plan, free: Plan) -> None:
+        if free.makespan_s < plan.makespan_s:
+            self._warn(
+                f"{plan.graph}: operations stay earlier than they might, as memory_bytes is "
+                f"{self._memory_bytes}: {format_s(plan.makespan_s)} replayed in place of "
+                f"{format_s(free.makespan_s)} without a limit"
+            )
 
     def _describe_sums(self, executor: GraphExecutor, latency_s: float) -> Sums:
         """What may run in groups: all averages of gradients, if their bits stay the same."""
