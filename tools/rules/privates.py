@@ -47,7 +47,7 @@ FOREIGN = {
     "torch._functorch.config": "torch.compile's budget of activations, the peer of a benchmark",
     "torch._foreach_add_": "one launch for many tensors, as torch's optimizers do it",
     "torch._foreach_copy_": "one launch for many tensors, as torch's optimizers do it",
-    "torch._inductor.fx_passes": "the overlap pass that a benchmark compares with",
+    "torch._inductor": "compiles a graph of aten operators; its overlap pass, which a benchmark meets",
     "torch._int_mm": "products of 8-bit integers, which have no other name",
     "torch._scaled_mm": "products of 8-bit floats in the peer of a benchmark",
     "torch._subclasses": "fake tensors: shapes without values, which have no other home",

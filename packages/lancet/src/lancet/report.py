@@ -17,7 +17,7 @@ from shared.files import write_atomically
 from shared.training.pictures import new_picture, save_picture
 from shared.units import format_s
 
-__all__ = ["GraphReport", "OrdersRecord", "StepReport", "explain"]
+__all__ = ["GraphReport", "OrdersRecord", "RegionsReport", "StepReport", "explain"]
 
 _COLORS = {"compute": "#0b7285", "all_to_all": "#f08c00", "all_reduce": "#364fc7"}
 
@@ -91,6 +91,27 @@ class GraphReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RegionsReport:
+    """Regions of graphs between two collectives.
+
+    Attributes:
+        num_regions: that run compiled, of all graphs.
+        num_compiled: functions that Inductor made; one serves equal regions.
+        compile_s: seconds of compiling, until all ranks were ready.
+    """
+
+    num_regions: int
+    num_compiled: int
+    compile_s: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.num_regions} regions between collectives run compiled, by {self.num_compiled} "
+            f"functions; compiling took {format_s(self.compile_s)}"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
     """All graphs that a backend has captured.
 
@@ -100,16 +121,19 @@ class StepReport:
         batch: into which parts costs have cut the batch, or why it stays whole.
         replica_check_s: seconds of the last comparison of replicated parameters over the ranks; 0
             before the first.
+        regions: what Inductor has compiled; None: it was not asked to.
     """
 
     graphs: tuple[GraphReport, ...]
     sentences: tuple[str, ...] = field(default=())
     batch: str = ""
     replica_check_s: float = 0.0
+    regions: RegionsReport | None = None
 
     def __str__(self) -> str:
         lines = [*self.sentences, *([self.batch] if self.batch else [])]
         lines += [line for graph in self.graphs for line in graph.lines()]
+        lines += [str(self.regions)] if self.regions else []
         if self.replica_check_s:
             lines.append(
                 f"the last comparison of parameters over ranks took {format_s(self.replica_check_s)}"

@@ -32,7 +32,8 @@ from lancet.planner.plan import Plan, Sums, load_plans, make_plan, save_plans
 from lancet.report import GraphReport, StepReport
 from lancet.runtime.agreement import check_same, share_text, share_texts
 from lancet.runtime.cutting import BatchCutter
-from lancet.runtime.executor import PLANNED, GraphExecutor
+from lancet.runtime.executor import PLANNED, REGIONS, GraphExecutor
+from lancet.runtime.regions import RegionCompiler
 from lancet.runtime.verification import check_replicas
 from shared.comms import Group
 from shared.errors import ConfigError
@@ -57,6 +58,8 @@ class Backend:
             parts where they replay faster.
         memory_bytes: bytes by which the plan may exceed the captured order's peak of saved tensors;
             None for no limit.
+        regions: whether Inductor compiles the operators between two collectives, which takes minutes;
+            outputs are then the operators' up to rounding.
 
     Raises:
         ConfigError: an argument is invalid.
@@ -68,6 +71,7 @@ class Backend:
         dw: bool = True,
         partition: int | str | None = "auto",
         memory_bytes: int | None = None,
+        regions: bool = False,
     ) -> None:
         is_number = isinstance(partition, int) and not isinstance(partition, bool)
         if partition not in (None, "auto") and not (is_number and 1 <= partition <= MAX_PARTS):
@@ -97,7 +101,8 @@ class Backend:
         self._followed: dict[str, str] = {}
         self._is_broken = False
         self._warnings: list[str] = []
-        self._order_name = PLANNED
+        self._compiler = RegionCompiler(self._control, self._warn) if regions else None
+        self._order_name = REGIONS if regions else PLANNED
         self._num_backwards, self._check_s = 0, 0.0
         if not torch.__version__.startswith(_TESTED_RELEASE):
             self._warn(
@@ -180,6 +185,7 @@ class Backend:
             sentences=tuple(self._warnings),
             batch="" if batch in self._warnings else batch,
             replica_check_s=self._check_s,
+            regions=None if self._compiler is None else self._compiler.report(),
         )
 
     @property
@@ -191,7 +197,8 @@ class Backend:
         """Runs all graphs in another order from now on, to compare orders of one capture.
 
         Args:
-            name: "captured", "planned", or a name given to the executors' `add_order`.
+            name: "captured", "planned", "regions" for the planned one in compiled regions, or a name
+                given to the executors' `add_order`.
         """
         self._order_name = name
         for executor in self._executors:
@@ -225,6 +232,7 @@ class Backend:
             self._follow,
             self._plan if plans else None,
             self._accept,
+            self._find_compiler,
         )
         executor.order_name = self._order_name
         self._executors.append(executor)
@@ -287,6 +295,22 @@ class Backend:
                 self._followed[executor.name] = name
                 return order
         return LaunchOrder(tuple(op.name for op in ops))
+
+    def _find_compiler(self, executor: GraphExecutor) -> RegionCompiler | None:
+        """What compiles a graph's regions: in the first graph of each direction, which all ranks run."""
+        captured = executor.captured
+        if (
+            self._compiler is None
+            or self._first.setdefault(captured.direction, executor) is not executor
+        ):
+            return None
+        if is_repeatable(captured.module.graph):
+            return self._compiler
+        self._warn(
+            f"{executor.name}: it draws random numbers or writes to its inputs, so its regions cannot "
+            f"be compared with their operators, and it runs uncompiled"
+        )
+        return None
 
     def _plan(self, executor: GraphExecutor) -> LaunchOrder | None:
         """Plans with the other ranks; None: in captured order."""

@@ -37,7 +37,7 @@ from lancet.planner.partition import (
 )
 from lancet.profiler import time_parts
 from lancet.runtime.agreement import run_on_all, share_text, share_texts
-from lancet.runtime.verification import find_difference
+from lancet.runtime.verification import NUM_ROUNDINGS, find_difference
 from shared.comms import Group
 from shared.errors import ConfigError
 from shared.units import format_bytes, format_s
@@ -46,9 +46,6 @@ __all__ = ["BatchCutter"]
 
 # Numbers of parts that are tried where costs decide.
 _NUMBERS = (2, 4, 8)
-# Largest difference of a tensor, relative to its largest element, as multiples of its type's precision:
-# what sums in another order may differ by.
-_NUM_ROUNDINGS = 200
 _AS_LOADED = "as in the loaded plan"
 
 
@@ -207,7 +204,7 @@ class BatchCutter:
         parts = run_on_all(self._control, lambda: cut(module, axes, self.cut.ranges))
         position = run_on_all(
             self._control,
-            lambda: find_difference(_run(module, inputs), _run(parts, inputs), _NUM_ROUNDINGS),
+            lambda: find_difference(_run(module, inputs), _run(parts, inputs), NUM_ROUNDINGS),
         )
         states = share_texts(self._control, json.dumps([position, _digest(parts)]))
         positions = [json.loads(state)[0] for state in states]

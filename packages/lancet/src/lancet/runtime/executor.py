@@ -1,7 +1,8 @@
 """Runs a captured graph: first to time it and to compare a plan with the captured order, then by plan.
 
 The first run of a backward graph costs several: two node by node, to measure, one in captured order,
-and one in the planned order, whose results must be the same bits. Each sends the graph's messages.
+and one in the planned order, whose results must be the same bits. Compiled regions take two more, one
+to see the layouts of their arguments and one to compare. Each sends the graph's messages.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ from lancet.moe.gradients import mark_averaged
 from lancet.planner.memory import KeptTensor
 from lancet.profiler import GraphProfile, profile
 from lancet.runtime.exchange import Communication
-from lancet.runtime.verification import find_difference
+from lancet.runtime.regions import RegionCompiler, group_regions
+from lancet.runtime.verification import NUM_ROUNDINGS, find_difference
 from shared.comms import Group
 
-__all__ = ["CAPTURED", "PLANNED", "GraphExecutor"]
+__all__ = ["CAPTURED", "PLANNED", "REGIONS", "GraphExecutor"]
 
-CAPTURED, PLANNED = "captured", "planned"
+CAPTURED, PLANNED, REGIONS = "captured", "planned", "regions"
 
 
 class GraphExecutor:
@@ -43,6 +45,8 @@ class GraphExecutor:
             known. None: not called.
         accept: called after a run in the chosen order, with the position of the first output that
             differs from that of the captured order, or None; returns whether all ranks keep the order.
+        find_compiler: called in the first run if no order is known; returns what compiles the regions
+            of the order that is chosen, or None.
 
     Attributes:
         captured: as given.
@@ -52,8 +56,9 @@ class GraphExecutor:
         captured_waits_s: for each collective, seconds waited for it in captured order.
         waits_s: the same in the last run.
         num_runs: runs so far.
-        order_name: the order that runs, of "captured", "planned" and those of `add_order`; without
-            such an order the captured one does.
+        order_name: the order that runs, of "captured", "planned", "regions", which is the planned one
+            compiled in regions, and those of `add_order`; without such an order the captured one does,
+            and the planned one without regions.
     """
 
     def __init__(
@@ -65,6 +70,7 @@ class GraphExecutor:
         follow_order: Callable[[GraphExecutor], LaunchOrder | None],
         choose_order: Callable[[GraphExecutor], LaunchOrder | None] | None,
         accept: Callable[[GraphExecutor, int | None], bool],
+        find_compiler: Callable[[GraphExecutor], RegionCompiler | None] = lambda _: None,
     ) -> None:
         self.captured = captured
         self.name = name
@@ -73,7 +79,7 @@ class GraphExecutor:
         self._communication = Communication(group, name)
         self._before_run = before_run
         self._follow_order, self._choose_order = follow_order, choose_order
-        self._accept = accept
+        self._accept, self._find_compiler = accept, find_compiler
         self.time_s: dict[str, float] = {}
         self.sum_latency_s = 0.0
         self.tensors: list[KeptTensor] = []
@@ -124,7 +130,9 @@ class GraphExecutor:
         return outputs
 
     def _run_order(self, arguments: list[Any]) -> Any:
-        return self._call(self._orders.get(self.order_name, self._orders[CAPTURED]), arguments)
+        names = (self.order_name, PLANNED) if self.order_name == REGIONS else (self.order_name,)
+        name = next((name for name in names if name in self._orders), CAPTURED)
+        return self._call(self._orders[name], arguments)
 
     def _call(self, module: fx.GraphModule, arguments: list[Any]) -> Any:
         # Another order may have other groups, whose waits have other names.
@@ -136,11 +144,39 @@ class GraphExecutor:
         if order is not None:
             self._orders[PLANNED] = self._build(order)
             return self._run_order(arguments)
+        compiler = self._find_compiler(self)
+        if compiler is None:
+            outputs, _ = self._run_uncompiled(arguments)
+            return outputs
+        outputs, order = self._run_uncompiled(list(arguments))
+        self._compile_regions(compiler, order, arguments, outputs)
+        return outputs
+
+    def _compile_regions(
+        self,
+        compiler: RegionCompiler,
+        order: LaunchOrder | None,
+        arguments: list[Any],
+        expected: Any,
+    ) -> None:
+        """Compiles an order in regions, and compares outputs with the uncompiled ones."""
+        graph = self._arrange(order)
+        regions = group_regions(graph)
+        module = self._make_module(graph)
+        self._call(module, list(arguments))
+        compiler.compile(regions)
+        outputs = self._call(module, arguments)
+        position = find_difference(expected, outputs, NUM_ROUNDINGS)
+        if compiler.accept(self.name, regions, position):
+            self._orders[REGIONS] = module
+
+    def _run_uncompiled(self, arguments: list[Any]) -> tuple[Any, LaunchOrder | None]:
+        """Returns outputs, and the order that runs from now on; None: the captured one."""
         choose_order = self._choose_order
         if choose_order is None:
             outputs, observed = self._profile(arguments)
             self.time_s = observed.time_s
-            return outputs
+            return outputs, None
         for _ in range(2):
             _, observed = self._profile(list(arguments))
             self.tensors = observed.tensors
@@ -153,25 +189,32 @@ class GraphExecutor:
         if order is None:
             outputs = self._call(captured, arguments)
             self.captured_waits_s = self.waits_s
-            return outputs
+            return outputs, None
         outputs = self._call(captured, list(arguments))
         self.captured_waits_s = self.waits_s
         planned = self._build(order)
         if self._accept(self, find_difference(outputs, self._call(planned, arguments))):
             self._orders[PLANNED] = planned
-        return outputs
+            return outputs, order
+        return outputs, None
 
     def _profile(self, arguments: list[Any]) -> tuple[Any, GraphProfile]:
         starts = collectives(self.captured.module.graph, self._group_name)
         return profile(self._node_by_node, arguments, self._group, {start.name for start in starts})
 
     def _build(self, order: LaunchOrder | None, *, boxed: bool = True) -> fx.GraphModule:
-        module = self.captured.module
+        return self._make_module(self._arrange(order), boxed=boxed)
+
+    def _arrange(self, order: LaunchOrder | None) -> fx.Graph:
+        """The graph in an order, with starts and waits of its collectives."""
         names = [op.name for op in self.list_ops()] if order is None else order.names
-        graph = reorder(module.graph, self._group_name, names)
+        graph = reorder(self.captured.module.graph, self._group_name, names)
         if order is not None:
             fuse_sums(graph, order.groups, self._group.world_size)
         self._communication.insert(graph)
+        return graph
+
+    def _make_module(self, graph: fx.Graph, *, boxed: bool = True) -> fx.GraphModule:
         if boxed:
             graph.set_codegen(_BoxedCodeGen())
-        return fx.GraphModule(module, graph)
+        return fx.GraphModule(self.captured.module, graph)
