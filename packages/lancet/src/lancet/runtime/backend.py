@@ -278,7 +278,8 @@ class Backend:
     def _follow(self, executor: GraphExecutor) -> LaunchOrder | None:
         """The order of a graph that is not the first of its direction, as of a last, smaller batch.
 
-        Other ranks may run the planned graph meanwhile, so nothing is shared with them.
+        Other ranks may run the planned graph meanwhile, so nothing is shared with them, and the graph is
+        neither timed nor compiled.
         """
         direction = executor.captured.direction
         # A forward pass of inference comes before or between those that are planned.
@@ -297,14 +298,8 @@ class Backend:
         return LaunchOrder(tuple(op.name for op in ops))
 
     def _find_compiler(self, executor: GraphExecutor) -> RegionCompiler | None:
-        """What compiles a graph's regions: in the first graph of each direction, which all ranks run."""
-        captured = executor.captured
-        if (
-            self._compiler is None
-            or self._first.setdefault(captured.direction, executor) is not executor
-        ):
-            return None
-        if is_repeatable(captured.module.graph):
+        """What compiles the regions of a graph that `_follow` knows no order for, as all ranks run it."""
+        if self._compiler is None or is_repeatable(executor.captured.module.graph):
             return self._compiler
         self._warn(
             f"{executor.name}: it draws random numbers or writes to its inputs, so its regions cannot "
