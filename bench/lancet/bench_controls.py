@@ -62,6 +62,7 @@ RIGHT, TENTH, TENFOLD, MIXED = (
     "each time ten times or a tenth",
 )
 WRONG = (TENTH, TENFOLD, MIXED)
+REVISION = 2
 COMMAND = "hatch run bench lancet/controls"
 
 

@@ -68,6 +68,7 @@ SIZES = Job()
 OURS, CAPTURED, AGAIN = "ours", "captured order", "captured order again"
 PARTS = "ours, in parts where they pay"
 OURS_EAGER, THEIRS_EAGER = "our exchange, eager", "transformers' exchange, eager"
+REVISION = 2
 COMMAND = "hatch run bench lancet/step"
 
 
