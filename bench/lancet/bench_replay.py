@@ -56,6 +56,7 @@ SIZES, WIDTHS = Job(num_layers=2), (256, 512, 1024)
 SLEEPING_AIM, REAL_AIM = 5.0, 10.0
 """Largest error with sleeping computation, median error with real one, in percent."""
 CAPTURED, OURS = "captured", "planned"
+REVISION = 2
 COMMAND = "hatch run bench lancet/replay"
 
 
