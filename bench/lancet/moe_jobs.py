@@ -134,10 +134,7 @@ def collect(value: Any) -> list[Any]:
 def share_ops(executor: Any) -> list[Op]:
     """The graph's operations with seconds of all ranks, as plans have them."""
     ops, times = executor.list_ops(), collect(executor.time_s)
-    return [
-        replace(op, time_s=(mean if op.kind == "compute" else max)(own[op.name] for own in times))
-        for op in ops
-    ]
+    return [replace(op, time_s=mean(own[op.name] for own in times)) for op in ops]
 
 
 def add_rivals(backend: lancet.Backend) -> None:

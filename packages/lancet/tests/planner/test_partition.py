@@ -153,7 +153,7 @@ def test_costs_of_all_ranks():
         ]
     )
     # Four parts take no less than the whole.
-    assert merged.time_s == {1: [2.0, 5.0], 2: [1.1, 7.0], 4: [0.5, 2.0]}
+    assert merged.time_s == {1: [2.0, 4.5], 2: [1.1, 5.0], 4: [0.5, 1.125]}
     assert merged.copy_s == [3.0, 0.0]
     assert merged.num_bytes == [8, 2]
 

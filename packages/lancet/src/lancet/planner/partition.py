@@ -80,16 +80,15 @@ class ChosenRanges:
 
 
 def merge_costs(costs: Sequence[PartCosts]) -> PartCosts:
-    """The costs of all ranks as one: mean seconds of computing, most of all-to-alls, most bytes.
+    """The costs of all ranks as one: mean seconds and most bytes.
 
-    An all-to-all ends when it has on the last rank. Parts together take no less than the whole batch, so that no error of measurement
+    Parts together take no less than the whole batch, so that no error of measurement
     makes them faster: they are to gain by what runs beside them.
     """
     kinds = costs[0].kinds
     time_s = {
         number: [
-            max(seconds) if kind == "all_to_all" else mean(seconds)
-            for kind, *seconds in zip(kinds, *(own.time_s[number] for own in costs), strict=True)
+            mean(seconds) for seconds in zip(*(own.time_s[number] for own in costs), strict=True)
         ]
         for number in costs[0].time_s
     }

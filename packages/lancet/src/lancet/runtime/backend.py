@@ -411,6 +411,5 @@ def _read_tensor(values: dict[str, Any]) -> KeptTensor:
 
 
 def _average(op: Op, times: Sequence[dict[str, float]]) -> Op:
-    """The operation with its seconds over all ranks; a collective ends when it has on the last one."""
-    seconds = [rank_times[op.name] for rank_times in times]
-    return replace(op, time_s=mean(seconds) if op.kind == "compute" else max(seconds))
+    """The operation with its mean seconds over all ranks, which start a collective together."""
+    return replace(op, time_s=mean(rank_times[op.name] for rank_times in times))
