@@ -1,7 +1,7 @@
 """The yard on one GPU: Triton kernels, integers against numba first, then bandwidth against a copy; and steps.
 
-Kernels need torch >= 2.9, triton, numba, jaxtyping and pytest, nothing else of the yard; steps of hydraulis and memo
-need transformers, a peer of memo's trl, and those of diffusionpipe diffusers:
+Kernels need torch >= 2.9, triton, numba, jaxtyping and pytest, nothing else of the yard; steps of hydraulis, memo and
+lancet need transformers, a peer of memo's trl, and those of diffusionpipe diffusers:
 
     PYTHONPATH=shared/src python bench/gpu.py --out bench/results
 
@@ -369,6 +369,7 @@ def parts_of(device: str) -> dict[str, Callable[[], list[Any]]]:
     from gpu_cache import cache_rows
     from gpu_diffusion import diffusion_rows
     from gpu_memo import memo_rows, memory_rows
+    from gpu_moe import moe_rows
 
     if device == "cpu":
         return {
@@ -385,6 +386,7 @@ def parts_of(device: str) -> dict[str, Callable[[], list[Any]]]:
             "documents": partial(document_rows, device, 100, 2),
             "hydraulis": partial(step_rows, device, 512, 2),
             "diffusionpipe": partial(diffusion_rows, device, 2, 2),
+            "lancet": partial(moe_rows, device, 64, 2),
             "adam": partial(adam_rows, device, 1500, 2),
             "hetero": partial(hetero_rows, device, 20, 40, 2),
             "cache": partial(cache_rows, device, 80, 0.001, 4, [2, 2], 2),
@@ -413,6 +415,7 @@ def parts_of(device: str) -> dict[str, Callable[[], list[Any]]]:
         "documents": partial(document_rows, device, 32_768, 20),
         "hydraulis": partial(step_rows, device, 16_384, 10),
         "diffusionpipe": partial(diffusion_rows, device, 16, 10),
+        "lancet": partial(moe_rows, device, 8_192, 10),
         "adam": partial(adam_rows, device, 100_000_000, 20),
         "hetero": partial(hetero_rows, device, 200_000, 20_000_000, 20),
         "cache": partial(cache_rows, device, 4_000_000, 0.2, 2_048, [10, 10], 20),

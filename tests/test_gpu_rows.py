@@ -1,5 +1,6 @@
 """Rows of bench/gpu.py that need no kernels, rehearsed on the CPU: what they call is still there, and `correct` can fail."""
 
+import subprocess
 import sys
 from contextlib import nullcontext
 from functools import partial
@@ -7,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
+BENCH = Path(__file__).parents[1] / "bench"
+sys.path.insert(0, str(BENCH))
 
 pytest.importorskip("transformers")
 
@@ -18,7 +20,16 @@ from gpu_clock import Figure
 from gpu_diffusion import diffusion_rows
 from gpu_llama import FULL, PEERS, Llama, agree, train_step
 from gpu_memo import memory_rows, step_rows
+from gpu_moe import (
+    build_layer,
+    compare_gradients,
+    compare_overlap,
+    count_movable_s,
+    is_near,
+    make_states,
+)
 from gpu_report import claim_run
+from lancet import Op
 
 pytestmark = pytest.mark.unchecked  # models are trained
 TOKENS = 64
@@ -58,6 +69,49 @@ def test_rows_of_heta_are_rehearsed():
     ]
     assert {row.package for row in rows} == {"heta"}
     assert all(row.correct for row in rows)
+
+
+def test_copies_beside_experts_are_rehearsed():
+    layer = build_layer("cpu")
+    row = compare_overlap(layer, make_states(layer, TOKENS)["inputs_embeds"], 2, "a layer")
+    assert row.package == "lancet"
+    assert row.correct
+    assert row.ratio > 0
+
+
+# In a process of its own, as no compiler captures checks of shapes.
+@pytest.mark.slow
+def test_rows_of_lancet_are_rehearsed():
+    command = [sys.executable, str(BENCH / "gpu.py"), "--rehearse", "--only", "lancet"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "captured by lancet" in done.stdout
+
+
+def test_gradients_are_near_only_if_all_of_them_are():
+    layer, other = build_layer("cpu"), build_layer("cpu")
+    batch = make_states(layer, TOKENS)
+    assert is_near(layer, other, batch)
+    with torch.no_grad():
+        other.model.layers[0].mlp.experts.down_proj[0] *= 1.5
+    assert not is_near(layer, other, batch)
+    layer.lm_head.weight.grad[0, 0] = float("nan")
+    assert not compare_gradients(layer, layer) < 1
+
+
+def test_operators_are_movable_beside_exchanges_that_neither_follow_nor_feed_them():
+    ops = [
+        Op("input's gradient", "compute", 1.0),
+        Op("rows back", "all_to_all", 2.0, after=("input's gradient",)),
+        Op("weights' gradient", "compute", 4.0, after=("input's gradient",)),
+        Op("attention", "compute", 8.0, after=("rows back",)),
+        Op("rows on", "all_to_all", 16.0, after=("attention",)),
+        Op("sum over ranks", "all_reduce", 32.0, after=("weights' gradient",)),
+        Op("mean", "compute", 64.0, after=("sum over ranks",)),
+        Op("first layer", "compute", 128.0, after=("rows on",)),
+    ]
+    assert count_movable_s(ops) == 4.0
+    assert count_movable_s(ops[:1]) == 0.0
 
 
 def test_a_step_agrees_with_another_way_only_if_it_trains_the_same_within_the_limit(llama, full):
