@@ -193,6 +193,7 @@ def test_top_level_is_what_it_should_be():
     top = {line.split("/")[0] for line in listed.stdout.splitlines()}
     assert {name for name in top if not name.startswith(".")} == {
         *("pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "CONTRIBUTING.md"),
+        *("SECURITY.md", "CITATION.cff"),
         *("constraints.txt", "conftest.py", "packages", "shared", "tests", "bench", "tools"),
         "examples",
     }
