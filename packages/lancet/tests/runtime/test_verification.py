@@ -26,12 +26,11 @@ INF, NAN = float("inf"), float("nan")
     ],
 )
 def test_roundings_are_those_of_the_largest_element(one, other, is_near):
-    outputs = [torch.tensor(values) for values in (one, other)]
-    pair = [[None, 3, output] for output in outputs]
-    assert (find_difference(*pair, NUM_ROUNDINGS) is None) == is_near
-    assert (find_difference(*pair) is None) == torch.equal(
-        *(output.view(torch.int32) for output in outputs)
-    )
+    expected, output = torch.tensor(one), torch.tensor(other)
+    lists = [None, 3, expected], [None, 3, output]
+    assert (find_difference(*lists, num_roundings=NUM_ROUNDINGS) is None) == is_near
+    has_same_bits = torch.equal(expected.view(torch.int32), output.view(torch.int32))
+    assert (find_difference(*lists) is None) == has_same_bits
 
 
 def test_other_types_and_numbers_differ():
