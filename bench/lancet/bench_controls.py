@@ -93,6 +93,11 @@ def plan_ops(
     return make_plan("backward", "", torch.__version__, list(ops), tensors, memory_bytes, sums)
 
 
+def share_plan(plan: Plan) -> Plan:
+    """Rank 0's plan: the search for groups has a time limit, and others may end elsewhere."""
+    return Plan.from_json(collect(plan.to_json())[0])
+
+
 def describe_sums(executor: GraphExecutor, group: Group) -> Sums:
     """Sums that may run in groups, as the backend describes them."""
     dtypes = list_sum_dtypes(executor.captured.module.graph, group.checked().group_name)
@@ -191,7 +196,7 @@ def run(num_turns: int) -> Measured:
     }
     sums = describe_sums(executor, group)
     for name, listed in wrong.items():
-        executor.add_order(name, plan_ops(listed, sums).launches)
+        executor.add_order(name, share_plan(plan_ops(listed, sums)).launches)
     captured = Step(compiled, model, optimizer, backend, "captured")
     compared = compare_gradients([captured, *ways.values()], batch)[1:]
     routed_bytes = count_routed_bytes(model, batch)
@@ -202,8 +207,8 @@ def run(num_turns: int) -> Measured:
 
     # Long exchanges move most; a group's buffer would hide what moves cost.
     longer = wrong[TENFOLD]
-    limited = plan_ops(longer, None, collect(executor.tensors), 0)
-    executor.add_order("no limit", plan_ops(longer).launches)
+    limited = share_plan(plan_ops(longer, None, collect(executor.tensors), 0))
+    executor.add_order("no limit", share_plan(plan_ops(longer)).launches)
     executor.add_order("limited", limited.launches)
     peaks = {
         name: measure_peak(Step(compiled, model, optimizer, backend, name), batch)
