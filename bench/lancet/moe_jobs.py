@@ -14,10 +14,14 @@ from torch.distributed.tensor import DTensor
 
 import lancet
 from lancet.data import build_qwen3_moe, load_text_batches
+from lancet.graph.fused_sums import list_sum_dtypes
 from lancet.graph.operations import LaunchOrder, Op
+from lancet.planner.fusion import fuse
 from shared.comms import Group, barrier
 
 __all__ = [
+    "GROUPED",
+    "GROUPED_INDUCTOR",
     "HOISTED",
     "INDUCTOR",
     "Costs",
@@ -38,6 +42,10 @@ __all__ = [
 ]
 
 HOISTED, INDUCTOR = "starts hoisted, waits sunk", "Inductor's overlap pass"
+GROUPED, GROUPED_INDUCTOR = (
+    "captured order, sums in groups",
+    "Inductor's overlap pass, sums in groups",
+)
 """Names of the rivals' orders."""
 
 
@@ -138,11 +146,29 @@ def share_ops(executor: Any) -> list[Op]:
 
 
 def add_rivals(backend: lancet.Backend) -> None:
-    """Adds the rivals' orders to all graphs of a backend, which has run a step."""
+    """Adds the rivals' orders to all graphs of a backend, which has run a step; two also with sums in groups."""
     for executor in backend.executors:
         orders = list_orders(backend, executor)
         for name in (HOISTED, INDUCTOR):
             executor.add_order(name, LaunchOrder(tuple(orders[name])))
+        for grouped, name in ((GROUPED, "captured"), (GROUPED_INDUCTOR, INDUCTOR)):
+            # Rank 0's: the search for groups has a time limit.
+            executor.add_order(grouped, collect(group_sums(executor, orders[name]))[0])
+
+
+def group_sums(executor: Any, order: Sequence[str]) -> LaunchOrder:
+    """An order with its neighbouring all-reduces in the groups that replay fastest."""
+    by_name = {op.name: op for op in share_ops(executor)}
+    group_name = Group.world().checked().group_name
+    dtypes = list_sum_dtypes(executor.captured.module.graph, group_name)
+    latency_s = min(collect(executor.sum_latency_s))
+    if not dtypes or not latency_s:
+        return LaunchOrder(tuple(order))
+    fusion = fuse([by_name[name] for name in order], latency_s=latency_s, dtypes=dtypes)
+    return LaunchOrder(
+        tuple(name for group in fusion.groups for name in group),
+        tuple(group for group in fusion.groups if len(group) > 1),
+    )
 
 
 def list_orders(backend: lancet.Backend, executor: Any) -> dict[str, list[str]]:
