@@ -323,7 +323,8 @@ def record_memory(ranks: Sequence[Measured], record_claim: Any) -> None:
             name="peak of a plan without more memory, beyond the start of the backward pass",
             unit="of the captured order's", ours=1 / min(ratios), baseline=1.0,
             baseline_name="the captured order", higher_is_better=False, correct=moved > 0,
-            detail=f"{moved} operations moved; {words}", source=COMMAND,
+            detail=f"{moved} operations moved, sums one by one; {words}; where no order without a limit takes "
+            "more than the captured one, the limit does not bind", source=COMMAND,
         ),
         aim=1.0, spread=(min(ratios), max(ratios)),
     )  # fmt: skip

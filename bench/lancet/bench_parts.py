@@ -62,7 +62,7 @@ PEERS = [
         "peer": "experts alone",
         "setting": "the form of Tutel: each layer's experts in 2 and in 4 parts, the faster one of both; no "
         "weight gradient moved, but starts hoisted and waits sunk",
-        "why": "a batch of 4 sequences has no 8 parts; with weight gradients moved too, 2 parts took as long as ours",
+        "why": "a batch of 4 sequences has no 8 parts",
     },
 ]
 RATE, TURNS = "100mbit", 7

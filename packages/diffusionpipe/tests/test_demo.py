@@ -67,7 +67,7 @@ def test_waits_are_the_sum_of_both_ranks_in_each_step_but_the_first():
     assert claim.ratio == pytest.approx(3)
     assert claim.correct
     assert not demo.judge_waits(turns(first_losses=[0.5, 0.4, 0.31, 0.2])).correct
-    assert not demo.judge_waits(turns(reports=(make_report(waited_s=0), make_report()))).correct
+    assert not demo.judge_waits(turns(reports=(make_report(), make_report(waited_s=0)))).correct
 
 
 def test_sleeping_devices_are_right_if_no_step_is_shorter_than_planned():

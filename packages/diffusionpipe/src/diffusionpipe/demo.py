@@ -256,7 +256,7 @@ def judge_waits(turns: TrainedTurns) -> Claim:
     return Claim(
         name="waits of both ranks in such a step", unit="s", **pair_turns(filled_s, first_s),
         baseline_name="the same plan, frozen parts first",
-        correct=check_training(turns) and min(filled_s) > 0,
+        correct=check_training(turns) and min(first_s) > 0,
         detail="the sum of what each rank waits for the other's messages; the steps of the claim above",
         source=_SOURCE,
     )  # fmt: skip

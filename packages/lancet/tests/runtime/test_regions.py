@@ -115,9 +115,22 @@ def test_regions_are_compiled_for_the_layouts_that_they_ran_on(
     assert not zeros.any()
 
 
-def test_errors_of_inductor_leave_regions_uncompiled(monkeypatch, make_compiler):
+def test_other_layouts_run_the_operators():
+    _, (region, *_) = _group(_trace())
+    x = torch.rand(3, 2)
+    expected = region.run(x)
+    region.compiled = lambda *_: "compiled"
+    assert region.run(x + 1) == "compiled"
+    for other in (x.t().contiguous().t(), x.double()):
+        outputs = region.run(other)
+        assert all(map(torch.allclose, outputs, [e.to(other.dtype) for e in expected]))
+    assert region.run(x) == "compiled"
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, TypeError, KeyError])
+def test_errors_of_inductor_leave_regions_uncompiled(monkeypatch, make_compiler, kind):
     def refuse(*_):
-        raise RuntimeError("no compiler")
+        raise kind("no compiler")
 
     monkeypatch.setattr(torch._inductor, "compile", refuse)
     module, sentences = _trace(), []
@@ -129,7 +142,8 @@ def test_errors_of_inductor_leave_regions_uncompiled(monkeypatch, make_compiler)
         compiler.compile(regions)
     (sentence,) = sentences
     assert "operators runs uncompiled" in sentence
-    assert "RuntimeError: no compiler" in sentence
+    assert f"{kind.__name__}: " in sentence
+    assert "no compiler" in sentence
     assert compiler.accept("graph", regions, None)
     assert (compiler.report().num_regions, compiler.report().num_compiled) == (0, 0)
 

@@ -33,6 +33,14 @@ def test_roundings_are_those_of_the_largest_element(one, other, is_near):
     assert (find_difference(*lists) is None) == has_same_bits
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_short_types_do_not_hide_faults(dtype):
+    whole = torch.linspace(-2, 2, 65).to(dtype)
+    assert find_difference([whole], [whole * 1.01], NUM_ROUNDINGS) is None
+    for wrong in (torch.zeros_like(whole), whole * 1.1, -whole):
+        assert find_difference([whole], [wrong], NUM_ROUNDINGS) == 0
+
+
 def test_other_types_and_numbers_differ():
     whole = torch.tensor([1, 2])
     assert find_difference([whole, 1], [whole, 2], NUM_ROUNDINGS) == 1

@@ -29,8 +29,6 @@ __all__ = ["GraphRegion", "RegionCompiler", "group_regions"]
 
 # Shorter regions save less than a call costs.
 _MIN_NODES = 4
-# What Inductor raises, whose own errors are RuntimeErrors, and what calls to a compiler and its files do.
-_ERRORS = (RuntimeError, AssertionError, ImportError, OSError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +71,12 @@ class GraphRegion:
         return sum(node.op == "call_function" for node in self.module.graph.nodes)
 
     def run(self, *arguments: Tensor) -> Sequence[Tensor]:
-        """Computes what the operators compute."""
-        if self.compiled is not None:
+        """Computes what the operators compute; uncompiled, if the arguments have another layout."""
+        layouts = tuple(_Layout(tuple(t.shape), t.stride(), t.dtype, t.device) for t in arguments)
+        if self.compiled is None:
+            self.layouts = layouts
+        elif layouts == self.layouts:
             return self.compiled(*arguments)
-        self.layouts = tuple(
-            _Layout(tuple(t.shape), t.stride(), t.dtype, t.device) for t in arguments
-        )
         return self.module.forward(*arguments)
 
 
@@ -150,7 +148,7 @@ class RegionCompiler:
                 # A thread of its own: autograd runs forward graphs in a state in which torch cannot trace.
                 with ThreadPoolExecutor(max_workers=1) as thread:
                     self._compiled[key] = thread.submit(_compile, region).result()
-            except _ERRORS as error:
+            except Exception as error:  # noqa: BLE001 - others wait for this rank; the report names it
                 self._compiled[key] = None
                 first_line = next(iter(str(error).splitlines()), "")
                 self._explain(region, f"{type(error).__name__}: {first_line}")
