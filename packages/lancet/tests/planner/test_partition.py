@@ -118,6 +118,23 @@ def test_parts_that_compute_more_pay_for_it_in_both_passes():
     assert choose(0.4, may_stay_whole=False).ranges
 
 
+def test_joining_parts_takes_its_time():
+    graph, axes = make_layers()
+    costs = make_costs(graph, lambda n: 4 / n, lambda n: 4 / n)
+    # Only the last product is read whole.
+    costs = replace(costs, copy_s=[0.5] * len(costs.copy_s))
+    assert choose_ranges(graph, axes, costs).cut_s == pytest.approx(12.5)
+
+
+def test_many_layers_may_be_one_range():
+    graph, axes = make_layers(20)
+    costs = make_costs(graph, lambda n: 4 / n, lambda n: 4 / n)
+    chosen = choose_ranges(graph, axes, costs)
+    assert len(chosen.ranges) == 1
+    # All but the fill of the pipeline is hidden.
+    assert chosen.cut_s == pytest.approx(21 * 4.0)
+
+
 def test_more_parts_only_where_they_are_faster():
     graph, axes = make_layers()
 

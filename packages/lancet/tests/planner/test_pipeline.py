@@ -94,6 +94,18 @@ def test_moe_layer_in_two_parts_by_hand():
     assert order_parts(chain, 1).launches == ((0, 0), (1, 0), (2, 0), (3, 0))
 
 
+def test_the_last_group_of_a_part_gives_way():
+    kinds = ("compute", "all_to_all") * 2 + ("compute",)
+    chain = tuple(zip(kinds, (4.0, 1.0, 2.0, 3.0, 1.0), strict=True))
+    assert pipelined_s(chain, 3) == pytest.approx(23 / 3)
+
+
+def test_what_takes_no_time_waits_for_no_queue():
+    kinds = ("compute", "all_to_all") * 2 + ("compute",)
+    chain = tuple(zip(kinds, (1.0, 4.0, 0.0, 3.0, 4.0), strict=True))
+    assert pipelined_s(chain, 3) == pytest.approx(26 / 3)
+
+
 def test_bad_chain_is_named():
     with pytest.raises(ConfigError, match="parts: expected 1 or more, got 0"):
         pipelined_s([("compute", 1.0)], 0)
