@@ -115,6 +115,20 @@ def test_regions_are_compiled_for_the_layouts_that_they_ran_on(
     assert not zeros.any()
 
 
+def test_equal_operators_of_other_layouts_are_compiled_anew(monkeypatch, make_compiler):
+    shapes = []
+    monkeypatch.setattr(
+        torch._inductor,
+        "compile",
+        lambda module, own: shapes.append(own[0].shape) or module.forward,
+    )
+    regions = [_group(_trace())[1][0] for _ in range(3)]
+    for region, num_rows in zip(regions, (3, 5, 3), strict=True):
+        region.run(torch.ones(num_rows, 2))
+    make_compiler([]).compile(regions)
+    assert shapes == [(3, 2), (5, 2)]
+
+
 def test_other_layouts_run_the_operators():
     _, (region, *_) = _group(_trace())
     x = torch.rand(3, 2)
